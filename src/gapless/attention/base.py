@@ -1,0 +1,117 @@
+"""The attention seam: the live batch, the backend protocol, and the layer models use.
+
+A backend writes new keys and values into the paged cache and computes attention over it. It is *capture-safe* when it
+reads every length and block table from device memory at the time it runs; ``support`` declares for which batches.
+``Attention.forward`` is the one place where a model meets a backend, and the one break point of a breakable capture.
+
+Shapes: T tokens of the step (padded), B requests (padded), H query heads, K key/value heads, D head size,
+N cache blocks, S slots per block, M block-table columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from gapless.graphs.breakable import eager_break
+from torch import Tensor, nn
+
+from gapless.errors import GraphError
+from gapless.graphs.context import get_forward_context
+from gapless.graphs.modes import AttentionSupport, GraphMode
+
+SINK_BLOCK = 0
+"""Block 0 belongs to nobody: pad tokens write there, and the allocator never hands it out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """The batch as attention sees it. Tensors are int32 on the model's device (static buffers when graphs are on).
+
+    Request ``b`` owns query rows ``query_start_loc[b] : query_start_loc[b+1]``; its keys are positions
+    ``0 : seq_lens[b]``, the last of which are this step's own tokens (already written to the cache). Empty request
+    slots have query length 0 and ``seq_lens`` 0. Rows at and past ``query_start_loc[-1]`` are padding: backends fill
+    them with zeros. Pad tokens carry a slot inside ``SINK_BLOCK``.
+    """
+
+    query_start_loc: Tensor  # [B+1]
+    seq_lens: Tensor  # [B]
+    block_table: Tensor  # [B, M], pad SINK_BLOCK
+    slot_mapping: Tensor  # [T], cache slot = block * S + offset
+    max_query_len: int
+    """Host upper bound on a query length: the uniform query length for uniform decode, else the number of tokens
+    of the bucket. A kernel may size its grid by it; it must be right for every smaller length."""
+    max_seq_len: int
+    """Host upper bound on ``seq_lens``: the model's maximum, never this batch's."""
+
+
+class AttentionBackend(Protocol):
+    name: str
+    support: AttentionSupport
+    preferred: GraphMode | None
+
+    def write_kv(
+        self, key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store this step's keys and values. Caches are ``[N, S, K, D]``."""
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out_THD: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Causal attention of each request's new tokens over its cached keys; every row of ``out`` is written.
+
+        ``window``: a token at position p sees keys in ``(p - window, p]`` (Transformers' sliding window); None = all.
+        """
+
+
+class Attention(nn.Module):
+    """Paged attention of one layer. ``bind`` gives it a backend and its part of the cache before the first step."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int | None,
+        layer_index: int,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.window, self.layer_index = scale, window, layer_index
+        self.backend: AttentionBackend | None = None
+        self.k_cache: Tensor | None = None
+        self.v_cache: Tensor | None = None
+
+    def bind(self, backend: AttentionBackend, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Attach backend and cache. Graphs captured before a rebind are invalid; the engine binds once."""
+        self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
+
+    def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
+        """``[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]``; reads the live batch from the forward context."""
+        out_THD = torch.empty_like(query_THD)
+        _attend(self, query_THD, key_TKD, value_TKD, out_THD)
+        return out_THD
+
+
+@eager_break
+def _attend(layer: Attention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, out_THD: Tensor) -> None:
+    metadata = get_forward_context().batch
+    if layer.backend is None or layer.k_cache is None or layer.v_cache is None:
+        raise GraphError(
+            f"attention layer {layer.layer_index} has no cache: call bind() before the first step"
+        )
+    layer.backend.write_kv(key_TKD, value_TKD, layer.k_cache, layer.v_cache, metadata.slot_mapping)
+    layer.backend.attend(
+        query_THD, layer.k_cache, layer.v_cache, out_THD, metadata, scale=layer.scale, window=layer.window
+    )

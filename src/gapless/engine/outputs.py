@@ -1,0 +1,45 @@
+"""What a caller gets back: one ``RequestOutput`` per prompt, one ``CompletionOutput`` per choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logprob:
+    """Log-probability of one token; ``rank`` 1 is the most likely; ``decoded_token`` is None without a tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionOutput:
+    """One choice. ``finish_reason`` is None while it runs; ``stop_reason`` is the stop string or token id that ended it
+    (None for EOS and length); ``logprobs`` has one dict per token when asked for."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """All choices of one prompt. ``prompt`` is None when the request came as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(o.finish_reason is not None for o in self.outputs)

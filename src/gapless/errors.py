@@ -1,0 +1,44 @@
+"""Every exception Gapless raises on purpose, in one tree.
+
+``GaplessError`` is the root, so a caller can catch all of ours and nothing else. Each class also derives from the
+built-in a Python user would expect (``ValueError`` for a bad option, ``RuntimeError`` for a failed capture), because
+code that knows nothing of Gapless catches those. Messages name the value, the limit and what to do.
+"""
+
+from __future__ import annotations
+
+
+class GaplessError(Exception):
+    """Root of all errors raised by Gapless itself."""
+
+
+class ConfigError(GaplessError, ValueError):
+    """An option has a value that does not exist, is out of range, or contradicts another option."""
+
+
+class RequestError(GaplessError, ValueError):
+    """One request is unusable (empty, too long, token ids out of range, bad sampling parameters); others go on."""
+
+
+class ModelError(GaplessError, ValueError):
+    """A model folder or file cannot be used: missing, truncated, or asks for something that is not implemented."""
+
+
+class MemoryLimitError(GaplessError, RuntimeError):
+    """There is too little memory for what was asked (for example not one block of KV cache)."""
+
+
+class GraphError(GaplessError, RuntimeError):
+    """Something about capturing or replaying a graph went wrong."""
+
+
+class CaptureError(GraphError):
+    """A capture failed; everything was restored and this size runs eagerly. The message names op and source line."""
+
+
+class StaleAddressError(GraphError):
+    """A captured graph would read memory whose owner has died or moved since the capture."""
+
+
+class CaptureClosedError(GraphError):
+    """A capture was asked for after the store had been sealed."""

@@ -1,0 +1,239 @@
+"""Static inputs: the memory captured graphs read, declared once as a schema.
+
+Every input names its dimensions (symbolic or fixed), its dtype and the value its padding takes, because padding is
+data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an earlier batch left.
+*Host* inputs of one bucket lie next to each other in one buffer, so a step stages them with a single copy from pinned
+memory (a ring, guarded by events, never overwritten before it was read). *Device* inputs (activations made on the
+device) have a buffer each and are copied there. Views are made once per bucket; addresses never change.
+Read ``runner.py`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gapless.errors import GraphError
+
+_ALIGNMENT = 256
+"""Bytes; keeps every view aligned for vectorised loads."""
+_RING_SLOTS = 4
+
+_NUMPY_DTYPES = {
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+    torch.bool: np.bool_,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputField:
+    """One static input.
+
+    ``dims``: an ``int``, a symbol, or ``"symbol+k"`` per dimension. ``pad`` fills whatever the batch does not;
+    ``"last"`` repeats the last real value (cumulative offsets). ``poison`` is another legal pad value that tests use to
+    prove that pad rows cannot influence real ones. ``on_device`` inputs are tensors copied on the device.
+    """
+
+    name: str
+    dims: tuple[str | int, ...]
+    dtype: torch.dtype = torch.int32
+    pad: int | float | Literal["last"] = 0
+    poison: int | float | None = None
+    on_device: bool = False
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(_dim(dim, sizes) for dim in self.dims)
+
+
+class InputViews:
+    """The views of one bucket: ``tensors`` at fixed device addresses, ``shapes`` their sizes."""
+
+    def __init__(
+        self, sizes: dict[str, int], tensors: dict[str, Tensor], layout: dict[str, int], num_bytes: int
+    ) -> None:
+        self.sizes = sizes
+        self.tensors = tensors
+        self.layout = layout
+        """Byte offset of each host field inside the staged buffer."""
+        self.num_bytes = num_bytes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+class StaticInputs:
+    """All static inputs of one runner, with room for ``max_sizes`` (the largest value of every symbol)."""
+
+    def __init__(
+        self, fields: tuple[InputField, ...], *, max_sizes: Mapping[str, int], torch_device: torch.device
+    ) -> None:
+        names = [field.name for field in fields]
+        if len(set(names)) != len(names):
+            raise GraphError(f"input names must be unique: {names}")
+        self.fields = fields
+        self.max_sizes = dict(max_sizes)
+        self.torch_device = torch_device
+        self.poison = False
+        self._host_fields = tuple(f for f in fields if not f.on_device)
+        self._views: dict[tuple[tuple[str, int], ...], InputViews] = {}
+        _, capacity = self._pack(self.max_sizes)
+        # static: written in place for the life of this object, never rebound
+        self._packed = torch.zeros(max(capacity, _ALIGNMENT), dtype=torch.uint8, device=torch_device)
+        self._device_buffers = {
+            f.name: torch.zeros(f.shape(self.max_sizes), dtype=f.dtype, device=torch_device)
+            for f in fields
+            if f.on_device
+        }
+        self._ring = _StagingRing(self._packed)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.nbytes + sum(t.nbytes for t in self._device_buffers.values())
+
+    def views(self, sizes: Mapping[str, int]) -> InputViews:
+        """The views for one bucket, made at the first call. Raises ``GraphError`` above the capacity."""
+        key = tuple(sorted(sizes.items()))
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = self._make_views(dict(sizes))
+        return found
+
+    def transient_views(self, sizes: Mapping[str, int]) -> InputViews:
+        """Views of any size, not kept: for eager steps, whose sizes have no bound on their number."""
+        return self._make_views(dict(sizes))
+
+    def load(self, views: InputViews, values: Mapping[str, np.ndarray]) -> None:
+        """Write a batch into ``views``: real values first, declared padding after them, one copy to the device.
+
+        ``values`` must name exactly the declared host inputs. A value may be smaller than its view in any dimension,
+        never larger (``GraphError``). Checks run before the first byte is written.
+        """
+        self._check(views, values, self._host_fields)
+        host = self._ring.acquire()
+        for field in self._host_fields:
+            shape = views.tensors[field.name].shape
+            start = views.layout[field.name]
+            count = int(np.prod(shape)) * field.dtype.itemsize
+            target = host[start : start + count].view(_NUMPY_DTYPES[field.dtype]).reshape(shape)
+            self._fill_host(field, target, np.asarray(values[field.name]))
+        self._ring.submit(views.num_bytes)
+
+    def load_on_device(self, views: InputViews, values: Mapping[str, Tensor]) -> None:
+        """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in ``load``."""
+        fields = tuple(f for f in self.fields if f.on_device)
+        self._check(views, values, fields)
+        for field in fields:
+            self._fill_device(field, views.tensors[field.name], values[field.name])
+
+    def _pack(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        layout: dict[str, int] = {}
+        offset = 0
+        for field in self._host_fields:
+            layout[field.name] = offset
+            num_bytes = int(np.prod(field.shape(sizes))) * field.dtype.itemsize
+            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return layout, offset
+
+    def _make_views(self, sizes: dict[str, int]) -> InputViews:
+        for symbol, size in sizes.items():
+            limit = self.max_sizes.get(symbol)
+            if limit is None:
+                raise GraphError(f"unknown dimension {symbol!r}; declared: {sorted(self.max_sizes)}")
+            if not 0 <= size <= limit:
+                raise GraphError(f"{symbol}={size} exceeds the static buffers, made for at most {limit}")
+        layout, num_bytes = self._pack(sizes)
+        tensors: dict[str, Tensor] = {}
+        for field in self.fields:
+            shape = field.shape(sizes)
+            if field.on_device:
+                buffer = self._device_buffers[field.name]
+                tensors[field.name] = buffer[tuple(slice(0, n) for n in shape)]
+                continue
+            count = int(np.prod(shape)) * field.dtype.itemsize
+            start = layout[field.name]
+            tensors[field.name] = self._packed[start : start + count].view(field.dtype).view(shape)
+        return InputViews(sizes, tensors, layout, num_bytes)
+
+    def _check(
+        self, views: InputViews, values: Mapping[str, np.ndarray | Tensor], fields: tuple[InputField, ...]
+    ) -> None:
+        differing = {f.name for f in fields} ^ values.keys()
+        if differing:
+            raise GraphError(f"inputs do not match the schema: {sorted(differing)} missing or unknown")
+        for field in fields:
+            have, room = tuple(values[field.name].shape), tuple(views.tensors[field.name].shape)
+            if len(have) != len(room) or any(n > limit for n, limit in zip(have, room, strict=True)):
+                raise GraphError(f"input {field.name!r} of shape {have} does not fit its static view {room}")
+
+    def _pad_value(self, field: InputField) -> int | float | str:
+        return field.poison if self.poison and field.poison is not None else field.pad
+
+    def _fill_host(self, field: InputField, target: np.ndarray, value: np.ndarray) -> None:
+        pad = self._pad_value(field)
+        if pad == "last":
+            n = value.shape[0]
+            target[:n] = value
+            target[n:] = value[-1] if n else 0
+            return
+        if value.ndim == 1:
+            n = value.shape[0]
+            target[:n] = value
+            target[n:] = pad
+            return
+        if value.shape != target.shape:
+            target.fill(pad)
+        target[tuple(slice(0, n) for n in value.shape)] = value
+
+    def _fill_device(self, field: InputField, target: Tensor, value: Tensor) -> None:
+        if value.shape[1:] != target.shape[1:]:
+            target.fill_(self._pad_value(field))
+            target[tuple(slice(0, n) for n in value.shape)].copy_(value, non_blocking=True)
+            return
+        n = value.shape[0]
+        target[:n].copy_(value, non_blocking=True)
+        if n < target.shape[0]:
+            target[n:].fill_(self._pad_value(field))
+
+
+class _StagingRing:
+    """Host memory the next batch is written to. On a CPU that is the static buffer itself: nothing to copy."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self._packed = packed
+        self._is_cuda = packed.device.type == "cuda"
+        self._next = 0
+        if not self._is_cuda:
+            self._hosts = [packed.numpy()]
+            return
+        self._pinned = [
+            torch.empty(packed.numel(), dtype=torch.uint8, pin_memory=True) for _ in range(_RING_SLOTS)
+        ]
+        self._hosts = [t.numpy() for t in self._pinned]
+        self._events = [torch.cuda.Event() for _ in range(_RING_SLOTS)]
+
+    def acquire(self) -> np.ndarray:
+        if self._is_cuda:
+            self._events[self._next].synchronize()  # the copy that last read this slot has finished
+        return self._hosts[self._next]
+
+    def submit(self, num_bytes: int) -> None:
+        if not self._is_cuda:
+            return
+        slot = self._next
+        self._packed[:num_bytes].copy_(self._pinned[slot][:num_bytes], non_blocking=True)
+        self._events[slot].record()
+        self._next = (slot + 1) % _RING_SLOTS
+
+
+def _dim(dim: str | int, sizes: Mapping[str, int]) -> int:
+    if isinstance(dim, int):
+        return dim
+    symbol, _, extra = dim.partition("+")
+    return sizes[symbol] + (int(extra) if extra else 0)

@@ -1,0 +1,46 @@
+"""The forward context: what the code below a step may know about the step it runs in.
+
+Wrappers read the runtime mode and the descriptor here and trust them; break bodies and attention read the live batch
+here, never from captured arguments. It is a ``ContextVar``, so threads and tasks do not see each other's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.modes import RuntimeMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardContext:
+    """``batch`` is opaque here: for language models it is an ``AttentionMetadata``."""
+
+    mode: RuntimeMode = RuntimeMode.NONE
+    descriptor: BatchDescriptor | None = None
+    batch: Any = None
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("gapless_forward_context", default=None)
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the running step. Raises ``RuntimeError`` outside a step."""
+    context = _current.get()
+    if context is None:
+        raise RuntimeError("no forward context: run the model inside `use_forward_context(...)`")
+    return context
+
+
+@contextmanager
+def use_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make ``context`` current for the block and restore the previous one after it, also on an exception."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)

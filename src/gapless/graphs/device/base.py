@@ -1,0 +1,82 @@
+"""What the runtime asks of a device that can record and replay work: the seam between ``cuda`` and ``emulated``.
+
+A ``GraphDevice`` records one *segment* at a time into a *pool*. It knows nothing of sizes, strategies or models.
+Invariants: segments are recorded on one long-lived stream; a segment replays on the stream that is current at the
+call; tensors allocated while recording live in the pool and their blocks are reused once their last Python owner dies.
+Read ``emulated.py`` next for the meaning of each method on a CPU, ``cuda.py`` for the real thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReading:
+    """One reading, in bytes. ``pool_bytes`` is 0 where no pool was asked about."""
+
+    pool_bytes: int
+    allocated_bytes: int
+    free_bytes: int
+    """What the device (driver) still has; used for the cost that no allocator sees."""
+
+
+class Pool(Protocol):
+    """Memory shared by graphs that never overlap in time."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def release(self) -> None:
+        """Give the memory back. All segments recorded into the pool must have been reset before."""
+
+
+class Segment(Protocol):
+    """A recorded stretch of work."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Kernels (or emulated ops) in it; -1 where the device cannot tell."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        """Drop the recording; ``replay`` raises afterwards. Safe to call twice."""
+
+
+class GraphDevice(Protocol):
+    name: str
+    torch_device: torch.device
+    supports_graphs: bool
+    num_warmups: int
+    """Warm-up runs a full or breakable capture needs (two on CUDA)."""
+
+    def new_pool(self) -> Pool: ...
+
+    def begin_segment(self, pool: Pool) -> None:
+        """Start recording. Raises ``GraphError`` when a segment is already open in this process."""
+
+    def end_segment(self) -> Segment:
+        """Stop recording and make it replayable."""
+
+    def abandon_segment(self) -> None:
+        """After an exception while recording: end the recording ignoring its error and restore every state that
+        the recording touched (stream, pool routing, random generator), so that eager work and later captures go on.
+        A no-op when no segment is open."""
+
+    def is_recording(self) -> bool: ...
+
+    def stream_scope(self) -> AbstractContextManager[None]:
+        """Run the block on the long-lived stream that captures use (a no-op on a CPU)."""
+
+    def synchronize(self) -> None: ...
+
+    def memory(self, pool: Pool | None = None) -> MemoryReading: ...
+
+    def time(self, fn: Callable[[], object], *, repeats: int) -> float:
+        """Median seconds of ``fn`` over ``repeats`` runs, finished work included."""

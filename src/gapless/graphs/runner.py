@@ -1,0 +1,195 @@
+"""GraphRunner: one callable over static inputs, captured for every size of one phase.
+
+It warms up (in mode NONE, on the capture stream), captures largest first, and runs a step: load the batch into the
+bucket's views, set the forward context, call the wrapper, hand out the real rows. The same call with mode NONE is
+*padded eager*, the oracle graphs must equal bit for bit. A size whose capture fails stays eager; the rest go on.
+Which graph serves a batch is the dispatcher's business, decided before anything is staged here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gapless.graphs.capture import warm_up
+from torch import Tensor
+
+from gapless.errors import CaptureError
+from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.buffers import InputViews, StaticInputs
+from gapless.graphs.context import ForwardContext, use_forward_context
+from gapless.graphs.modes import Phase, RuntimeMode, Strategy
+from gapless.graphs.store import GraphKey, GraphStore
+from gapless.graphs.wrapper import GraphWrapper
+
+logger = logging.getLogger(__name__)
+
+Values = Mapping[str, np.ndarray | Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputField:
+    """One output: a tensor whose first dimension is the symbol ``dim``; copied into the store's buffer ``name``."""
+
+    name: str
+    dim: str
+    row_shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+class GraphRunner:
+    """Runs ``fn(views) -> tuple of tensors`` (one per output field) as graphs of one phase and strategy.
+
+    ``sizes_of`` maps a descriptor to the symbols of the input schema. ``make_dummy`` gives a legal batch that takes the
+    same branches as real ones; ``make_batch`` builds what the forward context carries, from the bucket's views.
+    ``prologue`` runs eagerly on the real rows after the batch is loaded and returns the on-device inputs (a breakable
+    graph's embeddings).
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[InputViews], tuple[Tensor, ...]],
+        *,
+        phase: Phase,
+        strategy: Strategy,
+        inputs: StaticInputs,
+        outputs: tuple[OutputField, ...],
+        store: GraphStore,
+        sizes_of: Callable[[BatchDescriptor], dict[str, int]],
+        make_dummy: Callable[[BatchDescriptor], Values],
+        make_batch: Callable[[InputViews, BatchDescriptor], Any] = lambda views, descriptor: None,
+        prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.phase, self.strategy = phase, strategy
+        self.inputs, self.store = inputs, store
+        self._fn, self._outputs = fn, outputs
+        self._sizes_of, self._make_dummy, self._make_batch = sizes_of, make_dummy, make_batch
+        self._prologue = prologue
+        self._buffers = [
+            store.output(o.name, (inputs.max_sizes[o.dim], *o.row_shape), o.dtype) for o in outputs
+        ]
+        self._batches: dict[BatchDescriptor, Any] = {}
+        self._call: Callable[[InputViews], tuple[Tensor, ...]] = self._run_and_store
+        if strategy is not Strategy.DISABLED:
+            self._call = GraphWrapper(
+                self._run_and_store,
+                runtime_mode=strategy.runtime_mode,
+                phase=phase,
+                strategy=strategy,
+                store=store,
+            )
+
+    def capture(
+        self,
+        descriptors: Iterable[BatchDescriptor],
+        *,
+        on_done: Callable[[BatchDescriptor], None] | None = None,
+    ) -> list[BatchDescriptor]:
+        """Warm up and capture every descriptor, largest first; returns those whose capture failed.
+
+        The store must be open (``store.capturing()``). A failure is recorded in the store and the size stays eager.
+        """
+        failed: list[BatchDescriptor] = []
+        for descriptor in sorted(descriptors, reverse=True):
+            try:
+                self._capture_one(descriptor)
+            except CaptureError as error:
+                failed.append(descriptor)
+                self.store.record_failure(self._key(descriptor), error)
+                logger.warning("%s size %s stays eager: %s", self.phase, descriptor, error)
+            if on_done is not None:
+                on_done(descriptor)
+        return failed
+
+    def run(
+        self, descriptor: BatchDescriptor, mode: RuntimeMode, values: Values, *, num_real: Mapping[str, int]
+    ) -> tuple[Tensor, ...]:
+        """Load ``values`` and run the bucket; returns each output's real rows (``num_real`` per symbol).
+
+        Outputs are static memory, valid until the next run that writes the same output: copy what must live longer.
+        ``mode`` NONE runs padded eager.
+        """
+        views = self.inputs.views(self._sizes_of(descriptor))
+        results = self._run(views, descriptor, mode, self._batch(views, descriptor), values, num_real)
+        if mode is not RuntimeMode.NONE:
+            self._count_replay(descriptor, num_real)
+        return results
+
+    def run_eager(self, descriptor: BatchDescriptor, values: Values) -> tuple[Tensor, ...]:
+        """Plain eager at the real size; ``descriptor`` holds real counts and no graph is looked for."""
+        sizes = self._sizes_of(descriptor)
+        views = self.inputs.transient_views(sizes)
+        batch = self._make_batch(views, descriptor)
+        return self._run(views, descriptor, RuntimeMode.NONE, batch, values, sizes)
+
+    def output_buffer(self, name: str) -> Tensor:
+        """The whole shared buffer of an output (static)."""
+        return self._buffers[[o.name for o in self._outputs].index(name)]
+
+    def _run(
+        self,
+        views: InputViews,
+        descriptor: BatchDescriptor,
+        mode: RuntimeMode,
+        batch: Any,
+        values: Values,
+        num_real: Mapping[str, int],
+    ) -> tuple[Tensor, ...]:
+        self._load(views, values, num_real)
+        context = ForwardContext(mode=mode, descriptor=descriptor, batch=batch)
+        with torch.no_grad(), use_forward_context(context):
+            results = self._call(views)
+        return tuple(
+            result[: num_real[field.dim]] for result, field in zip(results, self._outputs, strict=True)
+        )
+
+    def _load(self, views: InputViews, values: Values, num_real: Mapping[str, int]) -> None:
+        self.inputs.load(views, values)
+        if self._prologue is not None:
+            with torch.no_grad():
+                self.inputs.load_on_device(views, self._prologue(views, num_real))
+
+    def _capture_one(self, descriptor: BatchDescriptor) -> None:
+        sizes = self._sizes_of(descriptor)
+        views = self.inputs.views(sizes)
+        self._load(views, self._make_dummy(descriptor), sizes)
+        batch = self._batch(views, descriptor)
+        eager = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
+        device = self.store.device
+        with use_forward_context(eager):
+            warm_up(lambda: self._call(views), device, device.num_warmups)
+        recording = ForwardContext(mode=self.strategy.runtime_mode, descriptor=descriptor, batch=batch)
+        with torch.no_grad(), use_forward_context(recording):
+            self._call(views)
+
+    def _run_and_store(self, views: InputViews) -> tuple[Tensor, ...]:
+        results = self._fn(views)
+        stored = []
+        for result, field, buffer in zip(results, self._outputs, self._buffers, strict=True):
+            target = buffer[: views.sizes[field.dim]]
+            target.copy_(result)
+            stored.append(target)
+        return tuple(stored)
+
+    def _batch(self, views: InputViews, descriptor: BatchDescriptor) -> Any:
+        # The batch is made of static views, so one object per descriptor serves every step.
+        found = self._batches.get(descriptor)
+        if found is None:
+            found = self._batches[descriptor] = self._make_batch(views, descriptor)
+        return found
+
+    def _key(self, descriptor: BatchDescriptor) -> GraphKey:
+        return GraphKey(self.phase, self.strategy.runtime_mode, descriptor)
+
+    def _count_replay(self, descriptor: BatchDescriptor, num_real: Mapping[str, int]) -> None:
+        entry = self.store.get(self._key(descriptor))
+        assert entry is not None  # the wrapper would have raised
+        sizes = self._sizes_of(descriptor)
+        symbol = "tokens" if "tokens" in sizes else next(iter(sizes))
+        entry.row.replays += 1
+        entry.row.tokens += num_real[symbol]
+        entry.row.padding += sizes[symbol] - num_real[symbol]

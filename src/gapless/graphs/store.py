@@ -1,0 +1,196 @@
+"""The store: who owns captured graphs, their pool and their outputs.
+
+One store is one pool, so everything in it must never overlap in time (prefill, decode, head and sampling of one
+stream). It is built, captured, then *sealed*: after that a miss runs eagerly, and asking for a capture is an error.
+Outputs leave the pool by a copy inside the graph into a buffer of maximum size, shared by every size; so no graph
+keeps its last output alive, and a result is valid until the next run. Release drops graphs first, memory second.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from gapless.graphs.capture import capture_pass, capture_program
+from gapless.graphs.program import Program
+from torch import Tensor
+
+from gapless.errors import CaptureClosedError, CaptureError, GraphError
+from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.device.base import GraphDevice, Pool
+from gapless.graphs.modes import Phase, RuntimeMode, Strategy
+
+
+class StoreState(enum.StrEnum):
+    BUILDING = "building"
+    CAPTURING = "capturing"
+    SEALED = "sealed"
+    RELEASED = "released"
+
+
+class GraphKey(NamedTuple):
+    """What identifies a graph inside a store."""
+
+    phase: Phase
+    mode: RuntimeMode
+    descriptor: BatchDescriptor
+
+
+@dataclass(kw_only=True, slots=True)
+class LedgerRow:
+    """What one graph cost and what it did since."""
+
+    key: GraphKey
+    strategy: Strategy
+    capture_s: float
+    pool_bytes: int
+    """Growth of the pool by this capture; small sizes live in memory that larger ones made, so often 0."""
+    driver_bytes: int
+    """Device memory that disappeared beside the pool (graph objects, library workspaces); 0 on a CPU."""
+    num_nodes: int
+    num_segments: int
+    num_breaks: int
+    replays: int = 0
+    tokens: int = 0
+    padding: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        descriptor = self.key.descriptor
+        return {
+            "phase": str(self.key.phase),
+            "strategy": str(self.strategy),
+            "num_tokens": descriptor.num_tokens,
+            "num_reqs": descriptor.num_reqs,
+            "uniform": descriptor.uniform,
+            "nodes": self.num_nodes,
+            "segments": self.num_segments,
+            "breaks": self.num_breaks,
+            "capture_s": round(self.capture_s, 6),
+            "pool_bytes": self.pool_bytes,
+            "driver_bytes": self.driver_bytes,
+            "replays": self.replays,
+            "padding": self.padding,
+        }
+
+
+@dataclass(slots=True)
+class GraphEntry:
+    """A captured graph, the views its outputs appear in, and its row in the ledger."""
+
+    program: Program
+    outputs: Any
+    row: LedgerRow
+
+
+@dataclass(slots=True)
+class FailedCapture:
+    key: GraphKey
+    message: str
+
+
+class GraphStore:
+    """Pool, entries and ledger of one set of graphs that never overlap in time."""
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self.state = StoreState.BUILDING
+        self.failures: list[FailedCapture] = []
+        self._pool: Pool | None = None
+        self._entries: dict[GraphKey, GraphEntry] = {}
+        self._outputs: dict[str, Tensor] = {}
+
+    @property
+    def is_capturing(self) -> bool:
+        return self.state is StoreState.CAPTURING
+
+    @property
+    def ledger(self) -> list[LedgerRow]:
+        return [entry.row for entry in self._entries.values()]
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._pool.num_bytes if self._pool is not None else 0
+
+    def output(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The shared output buffer ``name``, made at its maximum size before the first capture.
+
+        Runners that name the same output share it. Raises ``GraphError`` for a request that would have to move a
+        buffer that exists (captured graphs hold its address).
+        """
+        found = self._outputs.get(name)
+        if found is None:
+            if self.state is not StoreState.BUILDING:
+                raise GraphError(f"output {name!r} must be reserved before the first capture")
+            found = self._outputs[name] = torch.zeros(shape, dtype=dtype, device=self.device.torch_device)
+        if found.dtype != dtype or found.shape[1:] != shape[1:] or found.shape[0] < shape[0]:
+            raise GraphError(
+                f"output {name!r} is {tuple(found.shape)} {found.dtype}; {shape} {dtype} does not fit. "
+                "Reserve the largest size first"
+            )
+        return found
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Open the store for captures; sealed when the block ends well, back to building when it raises."""
+        if self.state is not StoreState.BUILDING:
+            raise CaptureClosedError(f"this store is {self.state}: captures are closed")
+        self._pool = self._pool or self.device.new_pool()
+        self.state = StoreState.CAPTURING
+        try:
+            with capture_pass(self.device):
+                yield
+        except BaseException:
+            self.state = StoreState.BUILDING
+            raise
+        self.state = StoreState.SEALED
+
+    def capture(self, key: GraphKey, fn: Callable[[], Any], strategy: Strategy) -> GraphEntry:
+        """Capture ``fn`` under ``key``. Raises ``CaptureError`` with everything restored and nothing stored."""
+        if not self.is_capturing or self._pool is None:
+            raise CaptureClosedError(
+                f"no graph for {key} and the store is {self.state}: this step must run eagerly"
+            )
+        before = self.device.memory(self._pool)
+        start = time.perf_counter()
+        program, outputs = capture_program(fn, device=self.device, pool=self._pool, strategy=strategy)
+        capture_s = time.perf_counter() - start
+        after = self.device.memory(self._pool)
+        pool_bytes = after.pool_bytes - before.pool_bytes
+        row = LedgerRow(
+            key=key,
+            strategy=strategy,
+            capture_s=capture_s,
+            pool_bytes=pool_bytes,
+            driver_bytes=max(0, before.free_bytes - after.free_bytes - max(0, pool_bytes)),
+            num_nodes=program.num_nodes,
+            num_segments=program.num_segments,
+            num_breaks=program.num_breaks,
+        )
+        entry = self._entries[key] = GraphEntry(program, outputs, row)
+        return entry
+
+    def record_failure(self, key: GraphKey, error: CaptureError) -> None:
+        self.failures.append(FailedCapture(key, str(error)))
+
+    def get(self, key: GraphKey) -> GraphEntry | None:
+        return self._entries.get(key)
+
+    def release(self) -> None:
+        """Drop every graph, then the pool and the outputs. The store cannot be used afterwards; safe to call twice."""
+        if self.state is StoreState.RELEASED:
+            return
+        self.device.synchronize()  # nothing may be running in memory that is about to go
+        for entry in self._entries.values():
+            entry.outputs = None
+            entry.program.reset()
+        self._entries.clear()
+        self._outputs.clear()
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+        self.state = StoreState.RELEASED

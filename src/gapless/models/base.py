@@ -1,0 +1,47 @@
+"""What the engine needs from a model: numbers about it, and the embed / layers / head split.
+
+The split is part of the interface because a breakable graph holds only the layer stack: embedding and head run on the
+real batch, outside. No attribute name is guessed anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """Facts the engine plans with. ``max_model_len`` is the config's own limit (positions)."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class CausalModel(Protocol):
+    """``T`` tokens of all requests in a row (no batch dimension), ``R`` sampled rows, ``E`` hidden, ``V`` vocabulary."""
+
+    info: ModelInfo
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """``[T] int32/int64 -> [T, E]``."""
+
+    def layers(self, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
+        """The layer stack and the final norm: ``[T, E], [T] int32/int64 -> [T, E]``."""
+
+    def head(self, hidden_RE: Tensor) -> Tensor:
+        """``[R, E] -> [R, V]`` float32 logits."""
+
+    def attention_layers(self) -> list:
+        """The ``Attention`` modules in layer order."""
