@@ -32,6 +32,9 @@ class Pool(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True when the tensor's memory lies in this pool. Not to be asked while a segment is open."""
+
     def release(self) -> None:
         """Give the memory back. All segments recorded into the pool must have been reset before."""
 
@@ -70,6 +73,14 @@ class GraphDevice(Protocol):
         A no-op when no segment is open."""
 
     def is_recording(self) -> bool: ...
+
+    @property
+    def last_op(self) -> str | None:
+        """The last op seen in the open or just abandoned segment, for error messages; None where unknown."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory with the same shape, strides and dtype, without owning it: the caller guarantees that
+        the memory outlives every use. Never a recorded node."""
 
     def stream_scope(self) -> AbstractContextManager[None]:
         """Run the block on the long-lived stream that captures use (a no-op on a CPU)."""
