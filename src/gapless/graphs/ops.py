@@ -1,0 +1,380 @@
+"""Custom ops: a kernel, or a library's function, becomes one opaque node for tracing, recording and replay.
+
+``register_custom_op`` reads a function's annotations and derives from them the operator schema and the fake
+implementation (what the outputs look like without computing them), so that neither can disagree with the code. The op
+is opaque: ``torch.compile`` never looks inside, and a ``TorchDispatchMode`` sees a single call.
+
+Invariant: the result of an op never aliases an argument. PyTorch's tracers rely on that; a function that returns an
+argument it has mutated (``return x.add_(y)``) therefore gives back a *copy*, with one warning per op. Prefer ops that
+mutate and return nothing.
+
+Ops go through ``torch.library.Library.define``/``impl``, not ``torch.library.custom_op``: the latter wraps every call
+for autograd, which costs about 25 us a call on a CPU against 2.4 us (a decode step makes 60 of these calls). No
+gradient is defined. Used by ``attention/``; ``device/emulated.py`` calls ``implementation_of`` at replay.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.errors import ConfigError, GraphError
+
+NAMESPACE = "gapless"
+"""Every op is ``torch.ops.gapless.<name>.default``; ``split_ops`` and reports call it ``gapless::<name>``."""
+
+
+def register_custom_op(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    mutates_args: Iterable[str] = (),
+    out_shape: int | str | None = None,
+    out_dtype: torch.dtype | None = None,
+    name: str | None = None,
+    fake: Callable[..., Any] | None = None,
+) -> Any:
+    """Turn an annotated function into an opaque op; a decorator, with or without arguments.
+
+    ``mutates_args`` names every argument written in place. A function that returns ``None`` needs nothing else. One
+    that returns a tensor needs ``out_shape`` (index or name of the tensor argument whose shape, strides and device
+    the result has; ``out_dtype`` if its dtype differs), or ``fake``, a function with the same parameters that
+    returns tensors of the right shape without computing. A call whose result has another shape or dtype raises.
+
+    Annotations may be tensors, optional tensors, lists of (optional) tensors, int, float, bool, str, dtype, device,
+    lists of numbers, and any of these ``| None``; keyword-only parameters and defaults are kept. Methods are refused.
+
+    Returns the ``torch._ops.OpOverload``. Registering the same function again under the same name returns the
+    existing op; another function under a taken name raises ``ConfigError``.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        return _register(
+            function,
+            mutates_args=tuple(mutates_args),
+            out_shape=out_shape,
+            out_dtype=out_dtype,
+            name=name,
+            fake=fake,
+            annotations={},
+        )
+
+    if isinstance(mutates_args, str):
+        raise ConfigError(
+            f"mutates_args={mutates_args!r}: give a list of argument names, as [{mutates_args!r}]"
+        )
+    return register if fn is None else register(fn)
+
+
+def register_custom_op_from_extern(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    mutates_args: Iterable[str] = (),
+    out_shape: int | str | None = None,
+    out_dtype: torch.dtype | None = None,
+    name: str | None = None,
+    fake: Callable[..., Any] | None = None,
+    annotations: Mapping[str, Any] | None = None,
+) -> Any:
+    """The same for a function of another library, which is not ours to annotate.
+
+    ``annotations`` adds to, or replaces, those the function has (``{"x": Tensor, "return": None}``). ``name`` defaults
+    to the function's module and name joined by ``_``, so that ``flash.add`` and ``fused.add`` do not collide. The
+    library's own function is left as it is: call the returned op instead.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        return _register(
+            function,
+            mutates_args=tuple(mutates_args),
+            out_shape=out_shape,
+            out_dtype=out_dtype,
+            name=name or _extern_name(function),
+            fake=fake,
+            annotations=dict(annotations or {}),
+        )
+
+    if isinstance(mutates_args, str):
+        raise ConfigError(
+            f"mutates_args={mutates_args!r}: give a list of argument names, as [{mutates_args!r}]"
+        )
+    return register if fn is None else register(fn)
+
+
+def implementation_of(overload: Any) -> Callable[..., Any] | None:
+    """The Python function behind one of our ops (same arguments, same copy-on-alias result), or None for others.
+
+    Calling it skips the dispatcher: right for a replay, which has decided already that the real thing should run.
+    """
+    op = _by_overload.get(overload)
+    return op.implementation if op is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RegisteredOp:
+    fn: Callable[..., Any]
+    implementation: Callable[..., Any]
+    overload: Any
+
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_by_name: dict[str, _RegisteredOp] = {}
+_by_overload: dict[Any, _RegisteredOp] = {}
+
+
+def _register(
+    fn: Callable[..., Any],
+    *,
+    mutates_args: tuple[str, ...],
+    out_shape: int | str | None,
+    out_dtype: torch.dtype | None,
+    name: str | None,
+    fake: Callable[..., Any] | None,
+    annotations: dict[str, Any],
+) -> Any:
+    _refuse_methods(fn)
+    name = name or getattr(fn, "__name__", "")
+    if not name.isidentifier():
+        raise ConfigError(f"name={name!r} of a custom op is not an identifier; pass name=...")
+    existing = _by_name.get(name)
+    if existing is not None:
+        if existing.fn is fn:
+            return existing.overload
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name} is already registered by {_where(existing.fn)}; "
+            f"register {_where(fn)} under another name=..."
+        )
+    signature = _resolved_signature(fn, name, annotations)
+    schema = _schema(fn, name, signature, mutates_args)
+    implementation = fn
+    if signature.return_annotation is not None:
+        output = _output_rule(name, signature, out_shape, out_dtype, fake)
+        implementation = _copying_aliases(fn, name, signature, output)
+        fake_fn = fake or output.make
+    elif out_shape is not None or out_dtype is not None:
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name} returns nothing (it is annotated -> None), "
+            "so out_shape and out_dtype have no meaning; annotate -> torch.Tensor or drop them"
+        )
+    else:
+        fake_fn = fake or _returns_nothing
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_fn, lib=_library)
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = _RegisteredOp(fn=fn, implementation=implementation, overload=overload)
+    _by_name[name] = _by_overload[overload] = op
+    return overload
+
+
+def _refuse_methods(fn: Callable[..., Any]) -> None:
+    if isinstance(fn, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        raise ConfigError(f"{fn} is an operator already; there is nothing to register")
+    if isinstance(fn, staticmethod | classmethod) or inspect.ismethod(fn):
+        raise ConfigError(f"{_where(fn)} is a method; a custom op must be a plain function (no self, no cls)")
+    if not callable(fn):
+        raise ConfigError(f"{fn!r} is not callable; a custom op must be a plain function")
+
+
+def _resolved_signature(fn: Callable[..., Any], name: str, annotations: dict[str, Any]) -> inspect.Signature:
+    """The signature with annotations as objects (not strings) and positional-only parameters made ordinary."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name}: Python cannot tell the signature of {_where(fn)}; "
+            "wrap it in an annotated function and register that"
+        ) from error
+    first = next(iter(signature.parameters.values()), None)
+    if first is not None and first.name in ("self", "cls"):
+        raise ConfigError(f"{_where(fn)} is a method; a custom op must be a plain function (no self, no cls)")
+    try:
+        hints = {**typing.get_type_hints(fn), **annotations}
+    except Exception as error:
+        hints = dict(annotations)
+        missing = (set(signature.parameters) | {"return"}) - hints.keys()
+        if missing:
+            raise ConfigError(
+                f"custom op {NAMESPACE}::{name}: an annotation cannot be read: {error}"
+            ) from error
+    unknown = annotations.keys() - signature.parameters.keys() - {"return"}
+    if unknown:
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name}: annotations name {sorted(unknown)}, "
+            f"but its parameters are {list(signature.parameters)}"
+        )
+    if "return" not in hints:
+        raise ConfigError(f"custom op {NAMESPACE}::{name}: annotate the result (-> None or -> torch.Tensor)")
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ConfigError(
+                f"custom op {NAMESPACE}::{name}: *{parameter.name} has no place in an operator schema; "
+                "wrap the function in one with a fixed parameter list"
+            )
+        if parameter.name not in hints:
+            raise ConfigError(
+                f"custom op {NAMESPACE}::{name}: parameter {parameter.name!r} has no annotation"
+            )
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            parameter = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters.append(parameter.replace(annotation=hints[parameter.name]))
+    result = None if hints["return"] is type(None) else hints["return"]
+    return signature.replace(parameters=parameters, return_annotation=result)
+
+
+def _schema(
+    fn: Callable[..., Any], name: str, signature: inspect.Signature, mutates_args: tuple[str, ...]
+) -> str:
+    # ``infer_schema`` wants a function: a body-less twin carries the resolved signature.
+    twin = types.FunctionType(_returns_nothing.__code__, {})
+    twin.__signature__ = signature  # type: ignore[attr-defined]
+    try:
+        return torch.library.infer_schema(twin, mutates_args=mutates_args)
+    except ValueError as error:
+        raise ConfigError(f"custom op {NAMESPACE}::{name} ({_where(fn)}): {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LikeArgument:
+    """The result looks like one of the arguments. ``matches`` says so of a real result."""
+
+    name: str
+    argument: str
+    index: int
+    dtype: torch.dtype | None
+
+    def make(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty_like(self.find(args, kwargs), dtype=self.dtype)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        like = args[self.index] if self.index < len(args) else kwargs.get(self.argument)
+        if like is None:
+            raise GraphError(
+                f"custom op {NAMESPACE}::{self.name}: out_shape={self.argument!r} is None in this call, "
+                "so the shape of the result is unknown"
+            )
+        return like
+
+    def check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        like = self.find(args, kwargs)
+        dtype = self.dtype or like.dtype
+        if result.shape != like.shape or result.dtype != dtype or result.device != like.device:
+            raise GraphError(
+                f"custom op {NAMESPACE}::{self.name} returned {tuple(result.shape)} {result.dtype} on "
+                f"{result.device}, but was registered to return {tuple(like.shape)} {dtype} on {like.device} "
+                f"(out_shape={self.argument!r}); fix out_shape/out_dtype or pass fake=..."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OwnRule:
+    """The result is described by a user's fake implementation, which only tracing can compare."""
+
+    make: Callable[..., Any]
+
+    def check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        return None
+
+
+def _output_rule(
+    name: str,
+    signature: inspect.Signature,
+    out_shape: int | str | None,
+    out_dtype: torch.dtype | None,
+    fake: Callable[..., Any] | None,
+) -> _LikeArgument | _OwnRule:
+    if fake is not None:
+        if out_shape is not None or out_dtype is not None:
+            raise ConfigError(
+                f"custom op {NAMESPACE}::{name}: give fake=... or out_shape/out_dtype, not both"
+            )
+        return _OwnRule(make=fake)
+    parameters = list(signature.parameters.values())
+    if signature.return_annotation is not Tensor or out_shape is None:
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name} returns {signature.return_annotation}: pass out_shape=<argument> if it is "
+            "one tensor shaped like an argument, else fake=<function that returns empty tensors of the right shape>"
+        )
+    names = [p.name for p in parameters]
+    in_range = out_shape in names if isinstance(out_shape, str) else 0 <= out_shape < len(names)
+    if not in_range:
+        raise ConfigError(f"custom op {NAMESPACE}::{name}: out_shape={out_shape!r} is not one of {names}")
+    index = names.index(out_shape) if isinstance(out_shape, str) else out_shape
+    if parameters[index].annotation not in (Tensor, Tensor | None):
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name}: out_shape={out_shape!r} is {parameters[index].annotation}, not a tensor"
+        )
+    if parameters[index].kind is inspect.Parameter.KEYWORD_ONLY:
+        index_in_args = len(parameters)
+    else:
+        index_in_args = index
+    return _LikeArgument(name=name, argument=names[index], index=index_in_args, dtype=out_dtype)
+
+
+def _copying_aliases(
+    fn: Callable[..., Any], name: str, signature: inspect.Signature, output: _LikeArgument | _OwnRule
+) -> Callable[..., Any]:
+    single = signature.return_annotation is Tensor
+    warned = False
+
+    def own(result: Tensor, tensors: list[Tensor]) -> Tensor:
+        nonlocal warned
+        if not any(torch._C._is_alias_of(result, tensor) for tensor in tensors):
+            return result
+        if not warned:
+            warned = True
+            warnings.warn(
+                f"custom op {NAMESPACE}::{name} returns one of its arguments (or a view of it): an opaque op must "
+                "not, so callers get a copy. Return None and use the mutated argument to avoid the copy.",
+                stacklevel=3,
+            )
+        return result.clone()
+
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        result = fn(*args, **kwargs)
+        tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
+        if kwargs:
+            tensors += [a for a in _flatten(kwargs.values()) if isinstance(a, Tensor)]
+        if single:
+            output.check(result, args, kwargs)
+            return own(result, tensors)
+        results: list[Tensor] = []
+        for item in result:
+            results.append(own(item, tensors + results))
+        return type(result)(results)
+
+    return implementation
+
+
+def _flatten(values: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            flat.extend(value)
+        else:
+            flat.append(value)
+    return flat
+
+
+def _returns_nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _extern_name(fn: Any) -> str:
+    module = getattr(fn, "__module__", None) or "extern"
+    return f"{module}_{getattr(fn, '__name__', '')}".replace(".", "_")
+
+
+def _where(fn: Any) -> str:
+    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", repr(fn))
+    return f"{module}.{qualname}" if module else qualname
