@@ -1,0 +1,93 @@
+"""What a caller gets to see of one sequence: its text so far, its log-probabilities, why it ended.
+
+Text is made only when somebody needs it: at every token for a request that streams or has stop strings, else
+once at the end (decoding token by token for hundreds of sequences would cost more than a decode step on a
+GPU). Invariant: the text does not depend on which of the two was chosen. A stop token, EOS included, stays in
+``token_ids`` and out of the text. Read ``core.py`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gapless.engine.detokenizer import Detokenizer, TokenizerLike
+from gapless.engine.outputs import CompletionOutput, Logprob
+from gapless.engine.request import Sequence
+from gapless.engine.step import TokenLogprob
+from gapless.engine.stop import Finish, StopStrings, finish_of_token
+
+TokenText = Callable[[int], str | None]
+"""The text of one token by itself, for log-probabilities; None without a tokenizer."""
+
+
+class Choice:
+    """Grows with each accepted token; ``close`` once the scheduler has finished the sequence."""
+
+    def __init__(
+        self, sequence: Sequence, *, tokenizer: TokenizerLike | None, token_text: TokenText, streams: bool
+    ) -> None:
+        params = sequence.params
+        self.sequence = sequence
+        self._token_text = token_text
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._text = StopStrings(tuple(params.stop), include_in_output=params.include_stop_str_in_output)
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                sequence.token_ids,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        self._reads_every_token = self._detokenizer is not None and (streams or bool(params.stop))
+        self._num_text_tokens = sequence.num_tokens
+        self._has_stop_string = False
+
+    def accept(self, token_id: int, candidates: Iterable[TokenLogprob] | None) -> Finish | None:
+        """Take the token drawn next; say whether the choice ends with it."""
+        sequence = self.sequence
+        sequence.append_token(token_id)
+        if self._logprobs is not None and candidates is not None:
+            self._logprobs.append(
+                {
+                    c.token_id: Logprob(
+                        logprob=c.logprob, rank=c.rank, decoded_token=self._token_text(c.token_id)
+                    )
+                    for c in candidates
+                }
+            )
+        finish = finish_of_token(sequence)
+        is_stop_token = finish is not None and finish.reason == "stop"
+        if not is_stop_token or sequence.params.include_stop_str_in_output:
+            self._num_text_tokens = sequence.num_tokens
+        if not self._reads_every_token:
+            return finish
+        stop = self._read(may_stop=sequence.num_output_tokens >= sequence.params.min_tokens)
+        if stop is None:
+            return finish
+        self._has_stop_string = True
+        return Finish(reason="stop", stop_reason=stop)
+
+    def close(self) -> None:
+        """The sequence has ended: nothing is held back any longer."""
+        if self._detokenizer is None or self._has_stop_string:
+            return
+        self._read(may_stop=False)
+        self._text.feed(self._detokenizer.flush(), may_stop=False)
+        self._text.flush()
+
+    def snapshot(self) -> CompletionOutput:
+        sequence = self.sequence
+        return CompletionOutput(
+            index=sequence.index,
+            text=self._text.text[: self._text.num_visible],
+            token_ids=tuple(sequence.output_token_ids),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            error=sequence.error,
+        )
+
+    def _read(self, *, may_stop: bool) -> str | None:
+        assert self._detokenizer is not None
+        return self._text.feed(self._detokenizer.advance(self._num_text_tokens), may_stop=may_stop)

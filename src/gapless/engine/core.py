@@ -1,0 +1,224 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+``step`` is the whole loop body: schedule → run → accept → collect. The core owns nothing of the device; it
+binds the scheduler (what runs next), the runner (runs it) and the choices (what callers see). Invariants: one
+bad request never harms another; when a step fails as a whole, the sequences in it end with an error, their
+blocks come back and the engine goes on; a result for a sequence that was aborted or preempted meanwhile is
+dropped. Not thread-safe: one thread calls it (``abort_request`` may be called from inside a step). Read
+``scheduler.py`` and ``choice.py`` next.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gapless.engine.choice import Choice
+from gapless.engine.detokenizer import TokenizerLike
+from gapless.engine.intake import Intake, Prompt
+from gapless.engine.outputs import RequestOutput
+from gapless.engine.request import Request, Sequence, make_sequences
+from gapless.engine.scheduler import Scheduler
+from gapless.engine.step import ScheduledBatch, StepResult, StepRunner, TokenLogprob
+from gapless.errors import RequestError
+from gapless.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Drives one runner. ``seed`` makes the draws of requests without a seed of their own repeatable."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        tokenizer: TokenizerLike | None = None,
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+    ) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_num_reqs=runner.max_num_reqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
+        )
+        self._intake = Intake(
+            tokenizer=tokenizer,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=frozenset(t for t in eos_token_ids if 0 <= t < runner.vocab_size),
+            max_model_len=runner.max_model_len,
+            capacity_tokens=self.scheduler.allocator.capacity_tokens,
+        )
+        self._random = random.Random(seed)
+        self._token_text = lru_cache(maxsize=1 << 16)(self._decode_token)
+        self._active: dict[str, _Active] = {}
+        self._choices: dict[Sequence, Choice] = {}
+        self._changed: dict[str, _Active] = {}  # since the last step returned; a dict for its order
+
+    def has_unfinished(self) -> bool:
+        """True while a request runs or waits, or an output (of an abort) has not been returned by ``step``
+        yet."""
+        return bool(self._active)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prompt_text: str | None = None,
+    ) -> Request:
+        """Check a request without adding it. Raises ``RequestError``."""
+        if request_id in self._active:
+            raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
+        return self._intake.make_request(
+            request_id, prompt, params or SamplingParams(), prompt_text=prompt_text
+        )
+
+    def add(self, request: Request, *, streams: bool = True) -> None:
+        """Queue a prepared request. ``streams`` false: only its last output is returned (cheaper)."""
+        if request.request_id in self._active:
+            raise RequestError(
+                f"request_id={request.request_id!r} is already in use; wait until it has finished"
+            )
+        seed = request.params.seed
+        sequences = make_sequences(request, base_seed=self._random.getrandbits(63) if seed is None else seed)
+        choices = [
+            Choice(sequence, tokenizer=self.tokenizer, token_text=self._token_text, streams=streams)
+            for sequence in sequences
+        ]
+        self._active[request.request_id] = _Active(request=request, choices=choices, streams=streams)
+        for choice in choices:
+            self._choices[choice.sequence] = choice
+            self.scheduler.add(choice.sequence)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prompt_text: str | None = None,
+        streams: bool = True,
+    ) -> None:
+        """``prepare`` and ``add``. ``prompt``: text or token ids. Raises ``RequestError``; nothing is queued
+        then."""
+        self.add(self.prepare(request_id, prompt, params, prompt_text=prompt_text), streams=streams)
+
+    def abort_request(self, request_id: str) -> bool:
+        """End all choices of a request now; its last output comes with the next ``step``. False when it is
+        not running (it may just have finished)."""
+        active = self._active.get(request_id)
+        if active is None:
+            return False
+        for choice in active.choices:
+            self.scheduler.finish(choice.sequence, reason="abort")
+        self._changed[request_id] = active
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return a snapshot of each request that changed (only the last one if it does not
+        stream)."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            result = self._run(batch)
+            if result is not None:
+                self._accept(batch, result)
+        else:
+            assert not self.scheduler.has_unfinished, "nothing can be scheduled, yet requests are unfinished"
+        return self._collect()
+
+    def _run(self, batch: ScheduledBatch) -> StepResult | None:
+        try:
+            result = self.runner.execute(batch)
+            num_sampled = len(batch.sampled_entries)
+            if len(result.token_ids) != num_sampled:
+                raise RuntimeError(
+                    f"the runner drew {len(result.token_ids)} tokens for {num_sampled} sequences"
+                )
+            return result
+        except Exception as error:
+            logger.exception("step %d with %d sequences failed", batch.step_id, batch.num_reqs)
+            self._fail(batch, f"step {batch.step_id} failed: {type(error).__name__}: {error}")
+            return None
+        except BaseException:
+            self._fail(batch, f"step {batch.step_id} was interrupted")
+            raise
+        finally:
+            self.scheduler.complete(batch)
+
+    def _accept(self, batch: ScheduledBatch, result: StepResult) -> None:
+        drawn = iter(zip(result.token_ids, result.logprobs or [None] * len(result.token_ids), strict=True))
+        for position, entry in enumerate(batch.entries):
+            token_id, candidates = next(drawn) if entry.samples else (None, None)
+            if entry.is_stale:
+                continue
+            if position in result.errors:
+                self._finish(entry.sequence, error=result.errors[position])
+            elif token_id is not None:
+                self._accept_token(entry.sequence, token_id, candidates)
+
+    def _accept_token(self, sequence: Sequence, token_id: int, candidates: list[TokenLogprob] | None) -> None:
+        if not 0 <= token_id < self.runner.vocab_size:
+            self._finish(sequence, error=f"the sampler drew token {token_id}, which is not in the vocabulary")
+            return
+        request_id = sequence.request.request_id
+        self._changed[request_id] = self._active[request_id]
+        finish = self._choices[sequence].accept(token_id, candidates)
+        if finish is not None:
+            self.scheduler.finish(sequence, reason=finish.reason, stop_reason=finish.stop_reason)
+
+    def _fail(self, batch: ScheduledBatch, error: str) -> None:
+        for entry in batch.entries:
+            if not entry.is_stale:
+                self._finish(entry.sequence, error=error)
+
+    def _finish(self, sequence: Sequence, *, error: str) -> None:
+        self.scheduler.finish(sequence, reason="error", error=error)
+        request_id = sequence.request.request_id
+        self._changed[request_id] = self._active[request_id]
+
+    def _collect(self) -> list[RequestOutput]:
+        outputs = []
+        for request_id, active in self._changed.items():
+            for choice in active.choices:
+                if choice.sequence.is_finished and self._choices.pop(choice.sequence, None) is not None:
+                    choice.close()
+            if active.is_finished:
+                del self._active[request_id]
+            if active.is_finished or active.streams:
+                outputs.append(active.snapshot())
+        self._changed.clear()
+        return outputs
+
+    def _decode_token(self, token_id: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Active:
+    """A request that has not been returned as finished yet."""
+
+    request: Request
+    choices: list[Choice]
+    streams: bool
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.sequence.is_finished for choice in self.choices)
+
+    def snapshot(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[choice.snapshot() for choice in self.choices],
+        )

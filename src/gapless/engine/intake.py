@@ -1,0 +1,109 @@
+"""From what a caller passes to a checked ``Request``: every reason to refuse one is here, before it can reach
+a batch.
+
+Invariant: a ``Request`` that was made can be served: its tokens exist in the vocabulary, it leaves room for
+at least one token, and its whole length fits the cache, so a step never fails because of what one request
+asked for. Read ``core.py`` next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gapless.engine.detokenizer import TokenizerLike
+from gapless.engine.request import Request
+from gapless.errors import RequestError
+from gapless.sampling.params import SamplingParams
+
+Prompt = str | Iterable[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intake:
+    """Makes requests for one engine. ``capacity_tokens`` is what the whole KV cache holds."""
+
+    tokenizer: TokenizerLike | None
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    capacity_tokens: int
+
+    def make_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, prompt_text: str | None = None
+    ) -> Request:
+        """Raises ``RequestError``. ``prompt_text`` is the text that given token ids came from, for the
+        output."""
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id={request_id!r}: must be a non-empty string")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={params!r}: must be SamplingParams")
+        if isinstance(prompt, str):
+            prompt_text, token_ids = prompt, self._encode(prompt)
+        else:
+            token_ids = self._check_token_ids(prompt)
+        if not token_ids:
+            raise RequestError("empty prompt: at least one token is needed")
+        self._check_length(len(token_ids))
+        self._check_params(params)
+        longest = min(self.max_model_len, self.capacity_tokens)
+        if params.max_tokens is not None:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        ends = (
+            set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
+        )
+        return Request(
+            request_id=request_id,
+            prompt=prompt_text,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_total_tokens=longest,
+            stop_token_ids=frozenset(ends),
+        )
+
+    def _encode(self, prompt: str) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass the prompt as token ids")
+        if not prompt:
+            raise RequestError("empty prompt: at least one token is needed")
+        return self._check_token_ids(self.tokenizer.encode(prompt))
+
+    def _check_token_ids(self, prompt: Iterable[int]) -> tuple[int, ...]:
+        try:
+            token_ids = tuple(prompt)
+        except TypeError:
+            raise RequestError(f"prompt={prompt!r}: must be a string or a list of token ids") from None
+        for position, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(f"prompt token {position} is {token_id!r}: token ids must be integers")
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"prompt token {position} is {token_id}: must be between 0 and {self.vocab_size - 1}, "
+                    "the model's vocabulary"
+                )
+        return token_ids
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but the maximum model length is {self.max_model_len}, "
+                "at least one of them generated; shorten the prompt or raise max_model_len"
+            )
+        if num_tokens >= self.capacity_tokens:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but the whole KV cache holds {self.capacity_tokens}, "
+                "at least one of them generated; shorten the prompt or raise kv_cache_tokens"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.detokenize and self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: set detokenize=False to get token ids only")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids={token_id}: must be below {self.vocab_size}, the size of the vocabulary"
+                )
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise RequestError(
+                f"logprobs={params.logprobs} exceeds {self.vocab_size}, the size of the vocabulary"
+            )

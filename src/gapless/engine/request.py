@@ -1,0 +1,123 @@
+"""A request (one prompt) and its sequences (one per choice).
+
+A ``Request`` never changes. A ``Sequence`` is the unit of scheduling: its known tokens, how many of them have
+their keys and values in the cache, and its block table. Only the scheduler moves a sequence between states
+and touches its blocks; only the core appends tokens. Invariant: ``num_computed_tokens <= num_tokens +
+num_pending_tokens`` and the block table covers every computed token. ``generation`` grows at each preemption,
+so a result that was computed for an earlier life of the sequence can be told apart and dropped. Read
+``scheduler.py`` next.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from gapless.engine.outputs import FinishReason
+from gapless.sampling.params import SamplingParams
+
+_SEED_BITS = 64
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt as it came in, already validated."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int
+    """Prompt and output together: the smaller of the model's limit and ``prompt + max_tokens``."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ids that end a choice: the request's own, and EOS unless it is ignored."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """One choice of a request. Compared by identity."""
+
+    request: Request
+    index: int
+    """Which choice of the request."""
+    seed: int
+    """Always set; signed 64-bit. A draw depends on it and on ``num_output_tokens`` only."""
+    token_ids: list[int]
+    """Prompt and output; only ever appended to."""
+    arrival: int = -1
+    """Order of arrival, given by the scheduler; unique, so it also serves as the sequence's name in a
+    runner."""
+    state: SequenceState = SequenceState.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache once every scheduled step has finished."""
+    num_pending_tokens: int = 0
+    """Tokens drawn by steps in flight, not yet known to the host (0 when steps run one at a time)."""
+    block_table: list[int]
+    generation: int = 0
+    last_step_id: int = -1
+    """The latest step that touches this sequence's blocks."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is SequenceState.FINISHED
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Ids that must not be drawn next: whatever would end the choice before ``min_tokens``."""
+        if self.num_output_tokens + self.num_pending_tokens < self.request.params.min_tokens:
+            return self.request.stop_token_ids
+        return frozenset()
+
+    def append_token(self, token_id: int) -> None:
+        """A drawn token has become known."""
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= 1
+
+
+def make_sequences(request: Request, *, base_seed: int) -> list[Sequence]:
+    """One sequence per choice; choice ``i`` draws with seed ``base_seed + i`` (wrapped to signed 64-bit)."""
+    return [
+        Sequence(
+            request=request,
+            index=index,
+            seed=_wrap(base_seed + index),
+            token_ids=list(request.prompt_token_ids),
+            block_table=[],
+        )
+        for index in range(request.params.n)
+    ]
+
+
+def _wrap(seed: int) -> int:
+    half = 1 << (_SEED_BITS - 1)
+    return (seed + half) % (1 << _SEED_BITS) - half

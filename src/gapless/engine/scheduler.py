@@ -1,0 +1,208 @@
+"""Which tokens of which sequences run in the next step.
+
+Continuous batching with chunked prefill: every running sequence in decode gets its one token first, what is
+left of the token budget goes to prefill chunks, oldest request first. Blocks are allocated as a sequence
+grows; when they run out the *latest* arrival is preempted (its blocks go back, its tokens stay, it is
+computed anew later), so the oldest always gets on and nobody starves. Invariants: ``running`` and ``waiting``
+are sorted by arrival and everything running arrived before everything waiting; a step never exceeds its token
+and request budgets; blocks of a preempted or aborted sequence are handed out again only after the last step
+that touches them. Read ``step.py`` for the data, ``core.py`` for the loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gapless.cache.blocks import BlockAllocator
+from gapless.engine.outputs import FinishReason
+from gapless.engine.request import Sequence, SequenceState
+from gapless.engine.step import ScheduledBatch, ScheduledSequence
+
+_WATERMARK = 0.01
+"""Share of the cache that admission leaves free for the running sequences to grow into; without it a nearly
+full cache admits a request only to preempt it a few steps later."""
+
+
+class Scheduler:
+    """``max_num_reqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of one step."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_num_reqs: int, max_num_batched_tokens: int
+    ) -> None:
+        assert max_num_reqs >= 1, f"max_num_reqs={max_num_reqs}"
+        assert max_num_batched_tokens >= 1, f"max_num_batched_tokens={max_num_batched_tokens}"
+        self.allocator = BlockAllocator(num_blocks=num_blocks, block_size=block_size)
+        self.max_num_reqs, self.max_num_batched_tokens = max_num_reqs, max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._num_arrived = 0
+        self._next_step_id = 0
+        self._num_in_flight = 0
+        self._watermark_blocks = int(self.allocator.num_usable * _WATERMARK)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps scheduled and not yet completed."""
+        return self._num_in_flight
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. Its request must fit: ``max_total_tokens`` within the cache (the core checks
+        it)."""
+        assert sequence.request.max_total_tokens <= self.allocator.capacity_tokens
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
+        self.waiting.append(sequence)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        *,
+        reason: FinishReason,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End a sequence at any moment, for any reason; a no-op when it has ended. Frees its blocks behind
+        the fence."""
+        if sequence.is_finished:
+            return
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step, or None when nothing can run now. Counts its tokens as computed at once."""
+        decodes: list[ScheduledSequence] = []
+        prefills: list[ScheduledSequence] = []
+        has_preempted = self._schedule_running(decodes, prefills)
+        if not has_preempted:
+            self._admit_waiting(decodes, prefills)
+        if not decodes and not prefills:
+            return None
+        batch = ScheduledBatch(step_id=self._next_step_id, entries=(*decodes, *prefills))
+        self._next_step_id += 1
+        self._num_in_flight += 1
+        return batch
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        """The step has ended on the device, well or badly: blocks that waited for it become free."""
+        self._num_in_flight -= 1
+        self.allocator.retire(batch.step_id)
+
+    def _schedule_running(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> bool:
+        """Oldest first, so whoever gets preempted (the latest) has not been scheduled in this step yet."""
+        budget = self.max_num_batched_tokens
+        num_decodes = sum(1 for sequence in self.running if _num_left(sequence) == 1)
+        prefill_budget = max(0, budget - num_decodes)  # one token is set aside for each decode
+        num_preemptions = self.num_preemptions
+        position = 0
+        while position < len(self.running):
+            sequence = self.running[position]
+            num_new = _num_left(sequence)
+            if num_new > 1:
+                num_new = min(num_new, prefill_budget)
+            num_new = min(num_new, budget)
+            if num_new > 0 and self._grow(sequence, num_new):
+                budget -= num_new
+                entry = self._commit(sequence, num_new)
+                if entry.is_decode:
+                    decodes.append(entry)
+                else:
+                    prefills.append(entry)
+                    prefill_budget -= num_new
+            position += 1
+        return self.num_preemptions > num_preemptions
+
+    def _admit_waiting(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> None:
+        """First come, first served: the head of the queue gets in or nobody does."""
+        if not self.waiting or len(self.running) >= self.max_num_reqs:
+            return
+        allocator = self.allocator
+        budget = self.max_num_batched_tokens - sum(entry.num_new_tokens for entry in (*decodes, *prefills))
+        # Blocks that running prefills still need, and some to grow into: not for newcomers.
+        num_reserved = self._watermark_blocks + sum(
+            max(0, allocator.blocks_for(s.num_tokens) - len(s.block_table)) for s in self.running
+        )
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_reqs:
+            sequence = self.waiting[0]
+            num_needed = allocator.blocks_for(sequence.num_tokens)
+            if num_needed + (num_reserved if self.running else 0) > allocator.num_free:
+                return
+            num_new = min(sequence.num_tokens, budget)
+            blocks = allocator.allocate(allocator.blocks_for(num_new))
+            assert blocks is not None
+            sequence.block_table = blocks
+            sequence.state = SequenceState.RUNNING
+            self.running.append(self.waiting.popleft())
+            budget -= num_new
+            num_reserved += num_needed - len(blocks)
+            entry = self._commit(sequence, num_new)
+            (decodes if entry.is_decode else prefills).append(entry)
+
+    def _grow(self, sequence: Sequence, num_new: int) -> bool:
+        """Give ``sequence`` blocks for ``num_new`` more tokens, preempting the latest arrivals if it must.
+
+        False: it was itself the latest and is preempted, or the blocks are on their way (held by a step in
+        flight).
+        """
+        allocator = self.allocator
+        num_needed = allocator.blocks_for(sequence.num_computed_tokens + num_new) - len(sequence.block_table)
+        if num_needed <= 0:
+            return True
+        while (blocks := allocator.allocate(num_needed)) is None:
+            if allocator.num_free + allocator.num_held >= num_needed:
+                return False
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table.extend(blocks)
+        return True
+
+    def _commit(self, sequence: Sequence, num_new: int) -> ScheduledSequence:
+        samples = num_new == _num_left(sequence)
+        entry = ScheduledSequence(
+            sequence=sequence,
+            start=sequence.num_computed_tokens,
+            num_new_tokens=num_new,
+            samples=samples,
+            generation=sequence.generation,
+            block_table=sequence.block_table,
+        )
+        sequence.num_computed_tokens += num_new
+        sequence.num_pending_tokens += samples
+        sequence.last_step_id = self._next_step_id
+        return entry
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of the queue with nothing computed. Tokens drawn by a step in flight are
+        forgotten: they are drawn again, the same ones, when the sequence has been computed anew."""
+        self._release(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.num_pending_tokens = 0
+        sequence.generation += 1
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.block_table:
+            self.allocator.free_after(sequence.block_table, step_id=sequence.last_step_id)
+        sequence.block_table = []  # a new list: entries of steps in flight keep the old one
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Tokens that could be computed now; 0 once the sequence can only wait for its last token to become
+    known."""
+    num_tokens = sequence.num_tokens + sequence.num_pending_tokens
+    if sequence.num_pending_tokens and num_tokens >= sequence.request.max_total_tokens:
+        return 0
+    return num_tokens - sequence.num_computed_tokens

@@ -1,0 +1,117 @@
+"""What passes between the scheduler and the runner in one step, and the runner as the engine sees it.
+
+The scheduler decides *which tokens of which sequences* are computed (``ScheduledBatch``); the runner computes
+them and draws a token wherever an entry reaches the end of what is known (``StepResult``). Neither knows how
+the other works: the runner never allocates blocks, the scheduler never sees a tensor. Invariant: the runner
+reads blocks through ``entry.block_table``, not through the sequence, because a sequence may be aborted or
+preempted while the step runs and the entry's table stays valid until the step has ended. Read ``runner.py``
+(CUDA graphs) or ``core.py`` (the loop) next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from gapless.engine.request import Sequence, SequenceState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledSequence:
+    """Compute tokens ``start : start + num_new_tokens`` of one sequence.
+
+    Their ids are ``sequence.token_ids[start : start + num_new_tokens]``. When steps overlap, the last one may
+    not be known to the host yet (``start == len(token_ids)``): then it is the token drawn by the step before.
+    """
+
+    sequence: Sequence
+    start: int
+    num_new_tokens: int
+    samples: bool
+    """The chunk reaches the end of the known tokens, so a token is drawn from its last row."""
+    generation: int
+    block_table: list[int]
+    """Covers at least ``start + num_new_tokens`` tokens; may grow, is never shortened or reused."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_new_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """One token in, one token out (a one-token prompt or a last chunk of one token computes the same)."""
+        return self.num_new_tokens == 1 and self.samples
+
+    @property
+    def is_stale(self) -> bool:
+        """The sequence was aborted or preempted after this was scheduled: its result must be dropped."""
+        sequence = self.sequence
+        return sequence.state is SequenceState.FINISHED or sequence.generation != self.generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledBatch:
+    """One step. Decodes come first, then prefill chunks; each group in order of arrival."""
+
+    step_id: int
+    entries: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.entries)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.entries)
+
+    @property
+    def is_decode(self) -> bool:
+        """Pure decode: every entry is one. Anything else is a prefill step."""
+        return all(entry.is_decode for entry in self.entries)
+
+    @property
+    def sampled_entries(self) -> list[ScheduledSequence]:
+        return [entry for entry in self.entries if entry.samples]
+
+
+class TokenLogprob(NamedTuple):
+    """One candidate at one position; ``rank`` 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """``token_ids`` and ``logprobs`` have one item per *sampled* entry, in the order of
+    ``batch.sampled_entries``."""
+
+    token_ids: list[int]
+    logprobs: list[list[TokenLogprob] | None] | None = None
+    """Per sampled entry: the drawn token first, then the ``params.logprobs`` best; None where not asked
+    for."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Position in ``batch.entries`` → what went wrong for that entry alone (for example NaN logits)."""
+
+
+class StepRunner(Protocol):
+    """The engine's view of a model on a device. The facts are fixed when it is built."""
+
+    num_blocks: int
+    """Including the sink block."""
+    block_size: int
+    max_model_len: int
+    max_num_reqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step and wait for its tokens. When it raises, nothing of the step is still running."""
+
+    def report(self) -> dict[str, Any]:
+        """What ran as which graph, what ran eagerly and why."""
+
+    def shutdown(self) -> None:
+        """Release graphs and memory. Safe to call twice."""

@@ -1,0 +1,96 @@
+"""When a choice ends, and how much of its text may be shown before that is known.
+
+Two questions, kept apart: ``finish_of_token`` looks at token ids and counts (EOS, stop ids, length);
+``StopStrings`` looks at text. A stop string may begin in one token and end in a later one, so text that could
+still turn out to be the beginning of one is withheld. Invariant: what is found depends on the text alone,
+never on how it was cut into tokens: the match that *completes* first wins, and of several that end there the
+longest. Read ``core.py`` next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gapless.engine.outputs import FinishReason
+from gapless.engine.request import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """``stop_reason``: the stop string or the stop token id; None for EOS and for length."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+_EOS = Finish(reason="stop")
+_LENGTH = Finish(reason="length")
+
+
+def finish_of_token(sequence: Sequence) -> Finish | None:
+    """Does the token that was appended last end the choice?"""
+    request = sequence.request
+    token_id = sequence.token_ids[-1]
+    if token_id in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens:
+        return (
+            Finish(reason="stop", stop_reason=token_id) if token_id in request.params.stop_token_ids else _EOS
+        )
+    if sequence.num_tokens >= request.max_total_tokens:
+        return _LENGTH
+    return None
+
+
+class StopStrings:
+    """Searches a growing text for stop strings; feed it each new piece once."""
+
+    def __init__(self, stops: tuple[str, ...], *, include_in_output: bool) -> None:
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self._include_in_output = include_in_output
+        self.text = ""
+        """Everything fed so far; after a match, cut where the output ends."""
+        self.num_visible = 0
+        """How much of ``text`` may be shown."""
+
+    def feed(self, piece: str, *, may_stop: bool = True) -> str | None:
+        """Append ``piece``; return the stop string that now ends the text, or None.
+
+        With ``may_stop`` false (before ``min_tokens``) matches that end inside ``piece`` are passed over.
+        """
+        start = len(self.text)
+        self.text += piece
+        if not self._stops:
+            self.num_visible = len(self.text)
+            return None
+        stop = self._cut_at_first_match(start) if may_stop and piece else None
+        if stop is None:
+            withheld = 0 if self._include_in_output else self._num_withheld()
+            # Never take back what was shown: with min_tokens a passed-over match may have been shown in part.
+            self.num_visible = max(self.num_visible, len(self.text) - withheld)
+        return stop
+
+    def flush(self) -> None:
+        """The text has ended without a match: nothing needs to be withheld any more."""
+        self.num_visible = len(self.text)
+
+    def _cut_at_first_match(self, start: int) -> str | None:
+        """The earliest end past ``start``; with equal ends the earliest begin."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            begin = self.text.find(stop, max(0, start - len(stop) + 1))
+            if begin >= 0 and (best is None or (begin + len(stop), begin) < best[:2]):
+                best = (begin + len(stop), begin, stop)
+        if best is None:
+            return None
+        end, begin, stop = best
+        self.text = self.text[: end if self._include_in_output else begin]
+        self.num_visible = len(self.text)
+        return stop
+
+    def _num_withheld(self) -> int:
+        """Length of the longest end of the text that is a proper beginning of a stop string."""
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            tail = self.text[-length:]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
