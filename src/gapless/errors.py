@@ -1,8 +1,9 @@
 """Every exception Gapless raises on purpose, in one tree.
 
-``GaplessError`` is the root, so a caller can catch all of ours and nothing else. Each class also derives from the
-built-in a Python user would expect (``ValueError`` for a bad option, ``RuntimeError`` for a failed capture), because
-code that knows nothing of Gapless catches those. Messages name the value, the limit and what to do.
+``GaplessError`` is the root, so a caller can catch all of ours and nothing else. Each class also derives from
+the built-in a Python user would expect (``ValueError`` for a bad option, ``RuntimeError`` for a failed
+capture), because code that knows nothing of Gapless catches those. Messages name the value, the limit and
+what to do.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ class ConfigError(GaplessError, ValueError):
 
 
 class RequestError(GaplessError, ValueError):
-    """One request is unusable (empty, too long, token ids out of range, bad sampling parameters); others go on."""
+    """One request is unusable (empty, too long, token ids out of range, bad sampling parameters); others go
+    on."""
 
 
 class ModelError(GaplessError, ValueError):
-    """A model folder or file cannot be used: missing, truncated, or asks for something that is not implemented."""
+    """A model folder or file cannot be used: missing, truncated, or asks for something that is not
+    implemented."""
 
 
 class MemoryLimitError(GaplessError, RuntimeError):
@@ -33,7 +36,8 @@ class GraphError(GaplessError, RuntimeError):
 
 
 class CaptureError(GraphError):
-    """A capture failed; everything was restored and this size runs eagerly. The message names op and source line."""
+    """A capture failed; everything was restored and this size runs eagerly. The message names op and source
+    line."""
 
 
 class StaleAddressError(GraphError):

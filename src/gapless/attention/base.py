@@ -1,8 +1,10 @@
 """The attention seam: the live batch, the backend protocol, and the layer models use.
 
-A backend writes new keys and values into the paged cache and computes attention over it. It is *capture-safe* when it
-reads every length and block table from device memory at the time it runs; ``support`` declares for which batches.
-``Attention.forward`` is the one place where a model meets a backend, and the one break point of a breakable capture.
+A backend writes new keys and values into the paged cache and computes attention over it. It is *capture-safe*
+when it reads every length and block table from device memory at the time it runs; ``support`` declares for
+which batches.
+``Attention.forward`` is the one place where a model meets a backend, and the one break point of a breakable
+capture.
 
 Shapes: T tokens of the step (padded), B requests (padded), H query heads, K key/value heads, D head size,
 N cache blocks, S slots per block, M block-table columns.
@@ -14,10 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from gapless.graphs.breakable import eager_break
 from torch import Tensor, nn
 
 from gapless.errors import GraphError
+from gapless.graphs.breakable import eager_break
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.modes import AttentionSupport, GraphMode
 
@@ -27,12 +29,13 @@ SINK_BLOCK = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
-    """The batch as attention sees it. Tensors are int32 on the model's device (static buffers when graphs are on).
+    """The batch as attention sees it. Tensors are int32 on the model's device (static buffers when graphs are
+    on).
 
     Request ``b`` owns query rows ``query_start_loc[b] : query_start_loc[b+1]``; its keys are positions
-    ``0 : seq_lens[b]``, the last of which are this step's own tokens (already written to the cache). Empty request
-    slots have query length 0 and ``seq_lens`` 0. Rows at and past ``query_start_loc[-1]`` are padding: backends fill
-    them with zeros. Pad tokens carry a slot inside ``SINK_BLOCK``.
+    ``0 : seq_lens[b]``, the last of which are this step's own tokens (already written to the cache). Empty
+    request slots have query length 0 and ``seq_lens`` 0. Rows at and past ``query_start_loc[-1]`` are
+    padding: backends fill them with zeros. Pad tokens carry a slot inside ``SINK_BLOCK``.
     """
 
     query_start_loc: Tensor  # [B+1]
@@ -40,8 +43,8 @@ class AttentionMetadata:
     block_table: Tensor  # [B, M], pad SINK_BLOCK
     slot_mapping: Tensor  # [T], cache slot = block * S + offset
     max_query_len: int
-    """Host upper bound on a query length: the uniform query length for uniform decode, else the number of tokens
-    of the bucket. A kernel may size its grid by it; it must be right for every smaller length."""
+    """Host upper bound on a query length: the uniform query length for uniform decode, else the number of
+    tokens of the bucket. A kernel may size its grid by it; it must be right for every smaller length."""
     max_seq_len: int
     """Host upper bound on ``seq_lens``: the model's maximum, never this batch's."""
 
@@ -67,14 +70,17 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
     ) -> None:
-        """Causal attention of each request's new tokens over its cached keys; every row of ``out`` is written.
+        """Causal attention of each request's new tokens over its cached keys; every row of ``out`` is
+        written.
 
-        ``window``: a token at position p sees keys in ``(p - window, p]`` (Transformers' sliding window); None = all.
+        ``window``: a token at position p sees keys in ``(p - window, p]`` (Transformers' sliding window);
+        None = all.
         """
 
 
 class Attention(nn.Module):
-    """Paged attention of one layer. ``bind`` gives it a backend and its part of the cache before the first step."""
+    """Paged attention of one layer. ``bind`` gives it a backend and its part of the cache before the first
+    step."""
 
     def __init__(
         self,

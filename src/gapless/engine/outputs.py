@@ -10,7 +10,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logprob:
-    """Log-probability of one token; ``rank`` 1 is the most likely; ``decoded_token`` is None without a tokenizer."""
+    """Log-probability of one token; ``rank`` 1 is the most likely; ``decoded_token`` is None without a
+    tokenizer."""
 
     logprob: float
     rank: int
@@ -19,8 +20,8 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """One choice. ``finish_reason`` is None while it runs; ``stop_reason`` is the stop string or token id that ended it
-    (None for EOS and length); ``logprobs`` has one dict per token when asked for."""
+    """One choice. ``finish_reason`` is None while it runs; ``stop_reason`` is the stop string or token id
+    that ended it (None for EOS and length); ``logprobs`` has one dict per token when asked for."""
 
     index: int
     text: str

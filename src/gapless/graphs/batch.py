@@ -1,7 +1,8 @@
 """A step as it is (``BatchShape``) and the key of the graph that serves it (``BatchDescriptor``).
 
-The shape is what the scheduler produced: real counts. The descriptor is padded and is the *least* that identifies a
-graph; capture and lookup build it through the same functions of the dispatcher, so a captured graph is always found.
+The shape is what the scheduler produced: real counts. The descriptor is padded and is the *least* that
+identifies a graph; capture and lookup build it through the same functions of the dispatcher, so a captured
+graph is always found.
 """
 
 from __future__ import annotations
@@ -38,5 +39,6 @@ class BatchShape:
         return len(self.query_lens)
 
     def is_uniform(self, query_len: int) -> bool:
-        """True when every request has exactly ``query_len`` tokens (looks at lengths, never only at totals)."""
+        """True when every request has exactly ``query_len`` tokens (looks at lengths, never only at
+        totals)."""
         return bool(self.query_lens) and all(n == query_len for n in self.query_lens)

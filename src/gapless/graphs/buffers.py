@@ -1,11 +1,11 @@
 """Static inputs: the memory captured graphs read, declared once as a schema.
 
-Every input names its dimensions (symbolic or fixed), its dtype and the value its padding takes, because padding is
-data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an earlier batch left.
-*Host* inputs of one bucket lie next to each other in one buffer, so a step stages them with a single copy from pinned
-memory (a ring, guarded by events, never overwritten before it was read). *Device* inputs (activations made on the
-device) have a buffer each and are copied there. Views are made once per bucket; addresses never change.
-Read ``runner.py`` next.
+Every input names its dimensions (symbolic or fixed), its dtype and the value its padding takes, because
+padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
+earlier batch left. *Host* inputs of one bucket lie next to each other in one buffer, so a step stages them
+with a single copy from pinned memory (a ring, guarded by events, never overwritten before it was read).
+*Device* inputs (activations made on the device) have a buffer each and are copied there. Views are made once
+per bucket; addresses never change. Read ``runner.py`` next.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _NUMPY_DTYPES = {
 class InputField:
     """One static input.
 
-    ``dims``: an ``int``, a symbol, or ``"symbol+k"`` per dimension. ``pad`` fills whatever the batch does not;
-    ``"last"`` repeats the last real value (cumulative offsets). ``poison`` is another legal pad value that tests use to
-    prove that pad rows cannot influence real ones. ``on_device`` inputs are tensors copied on the device.
+    ``dims``: an ``int``, a symbol, or ``"symbol+k"`` per dimension. ``pad`` fills whatever the batch does
+    not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` is another legal pad value
+    that tests use to prove that pad rows cannot influence real ones. ``on_device`` inputs are tensors copied
+    on the device.
     """
 
     name: str
@@ -110,10 +111,11 @@ class StaticInputs:
         return self._make_views(dict(sizes))
 
     def load(self, views: InputViews, values: Mapping[str, np.ndarray]) -> None:
-        """Write a batch into ``views``: real values first, declared padding after them, one copy to the device.
+        """Write a batch into ``views``: real values first, declared padding after them, one copy to the
+        device.
 
-        ``values`` must name exactly the declared host inputs. A value may be smaller than its view in any dimension,
-        never larger (``GraphError``). Checks run before the first byte is written.
+        ``values`` must name exactly the declared host inputs. A value may be smaller than its view in any
+        dimension, never larger (``GraphError``). Checks run before the first byte is written.
         """
         self._check(views, values, self._host_fields)
         host = self._ring.acquire()
@@ -126,7 +128,8 @@ class StaticInputs:
         self._ring.submit(views.num_bytes)
 
     def load_on_device(self, views: InputViews, values: Mapping[str, Tensor]) -> None:
-        """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in ``load``."""
+        """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
+        ``load``."""
         fields = tuple(f for f in self.fields if f.on_device)
         self._check(views, values, fields)
         for field in fields:
@@ -203,7 +206,8 @@ class StaticInputs:
 
 
 class _StagingRing:
-    """Host memory the next batch is written to. On a CPU that is the static buffer itself: nothing to copy."""
+    """Host memory the next batch is written to. On a CPU that is the static buffer itself: nothing to
+    copy."""
 
     def __init__(self, packed: Tensor) -> None:
         self._packed = packed

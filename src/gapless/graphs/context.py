@@ -1,7 +1,8 @@
 """The forward context: what the code below a step may know about the step it runs in.
 
-Wrappers read the runtime mode and the descriptor here and trust them; break bodies and attention read the live batch
-here, never from captured arguments. It is a ``ContextVar``, so threads and tasks do not see each other's step.
+Wrappers read the runtime mode and the descriptor here and trust them; break bodies and attention read the
+live batch here, never from captured arguments. It is a ``ContextVar``, so threads and tasks do not see each
+other's step.
 """
 
 from __future__ import annotations

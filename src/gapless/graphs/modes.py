@@ -1,8 +1,8 @@
 """The vocabulary of the runtime: phases, strategies, modes and how much a backend supports.
 
 Four closed sets of names, and nothing that decides: the decisions live in ``plan.py`` (at start) and
-``dispatcher.py`` (per step). A *strategy* is how one forward pass is turned into graphs; a *runtime mode* is what a
-wrapper sees during one step; a *graph mode* is the single knob a user may turn for both phases.
+``dispatcher.py`` (per step). A *strategy* is how one forward pass is turned into graphs; a *runtime mode* is
+what a wrapper sees during one step; a *graph mode* is the single knob a user may turn for both phases.
 """
 
 from __future__ import annotations

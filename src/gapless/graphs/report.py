@@ -1,8 +1,8 @@
 """What ran: counters per kind of step, and the report the CLI, the server and the benchmarks all print.
 
-Every step lands in exactly one of two tables: replays by (phase, strategy, bucket) with their padding, or eager steps
-by (phase, reason). A fallback that is not in the second table cannot happen, because the engine counts where it
-decides.
+Every step lands in exactly one of two tables: replays by (phase, strategy, bucket) with their padding, or
+eager steps by (phase, reason). A fallback that is not in the second table cannot happen, because the engine
+counts where it decides.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class StepLog:
 
 
 def build_report(*, plan: dict[str, Any], store: GraphStore, log: StepLog) -> dict[str, Any]:
-    """The report schema: ``plan``, ``graphs`` (the ledger), ``failures``, ``steps``, ``eager``, ``memory``."""
+    """The report schema: ``plan``, ``graphs`` (the ledger), ``failures``, ``steps``, ``eager``,
+    ``memory``."""
     return {
         "plan": plan,
         "graphs": [row.to_dict() for row in store.ledger],

@@ -1,9 +1,10 @@
 """GraphRunner: one callable over static inputs, captured for every size of one phase.
 
-It warms up (in mode NONE, on the capture stream), captures largest first, and runs a step: load the batch into the
-bucket's views, set the forward context, call the wrapper, hand out the real rows. The same call with mode NONE is
-*padded eager*, the oracle graphs must equal bit for bit. A size whose capture fails stays eager; the rest go on.
-Which graph serves a batch is the dispatcher's business, decided before anything is staged here.
+It warms up (in mode NONE, on the capture stream), captures largest first, and runs a step: load the batch
+into the bucket's views, set the forward context, call the wrapper, hand out the real rows. The same call with
+mode NONE is *padded eager*, the oracle graphs must equal bit for bit. A size whose capture fails stays eager;
+the rest go on. Which graph serves a batch is the dispatcher's business, decided before anything is staged
+here.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from gapless.graphs.capture import warm_up
 from torch import Tensor
 
-from gapless.errors import CaptureError
+from gapless.errors import CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
-from gapless.graphs.store import GraphKey, GraphStore
+from gapless.graphs.store import GraphKey, GraphStore, PaddingTiming
 from gapless.graphs.wrapper import GraphWrapper
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ Values = Mapping[str, np.ndarray | Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputField:
-    """One output: a tensor whose first dimension is the symbol ``dim``; copied into the store's buffer ``name``."""
+    """One output: a tensor whose first dimension is the symbol ``dim``; copied into the store's buffer
+    ``name``."""
 
     name: str
     dim: str
@@ -44,10 +46,11 @@ class OutputField:
 class GraphRunner:
     """Runs ``fn(views) -> tuple of tensors`` (one per output field) as graphs of one phase and strategy.
 
-    ``sizes_of`` maps a descriptor to the symbols of the input schema. ``make_dummy`` gives a legal batch that takes the
-    same branches as real ones; ``make_batch`` builds what the forward context carries, from the bucket's views.
-    ``prologue`` runs eagerly on the real rows after the batch is loaded and returns the on-device inputs (a breakable
-    graph's embeddings).
+    ``sizes_of`` maps a descriptor to the symbols of the input schema. ``make_dummy`` gives a legal batch that
+    takes the same branches as real ones; ``make_batch`` builds what the forward context carries, from the
+    bucket's views.
+    ``prologue`` runs eagerly on the real rows after the batch is loaded and returns the on-device inputs (a
+    breakable graph's embeddings).
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class GraphRunner:
     ) -> list[BatchDescriptor]:
         """Warm up and capture every descriptor, largest first; returns those whose capture failed.
 
-        The store must be open (``store.capturing()``). A failure is recorded in the store and the size stays eager.
+        The store must be open (``store.capturing()``). A failure is recorded in the store and the size stays
+        eager.
         """
         failed: list[BatchDescriptor] = []
         for descriptor in sorted(descriptors, reverse=True):
@@ -110,7 +114,8 @@ class GraphRunner:
     ) -> tuple[Tensor, ...]:
         """Load ``values`` and run the bucket; returns each output's real rows (``num_real`` per symbol).
 
-        Outputs are static memory, valid until the next run that writes the same output: copy what must live longer.
+        Outputs are static memory, valid until the next run that writes the same output: copy what must live
+        longer.
         ``mode`` NONE runs padded eager.
         """
         views = self.inputs.views(self._sizes_of(descriptor))
@@ -125,6 +130,27 @@ class GraphRunner:
         views = self.inputs.transient_views(sizes)
         batch = self._make_batch(views, descriptor)
         return self._run(views, descriptor, RuntimeMode.NONE, batch, values, sizes)
+
+    def time_padding(self, descriptor: BatchDescriptor, fewest: BatchDescriptor) -> PaddingTiming:
+        """Time a replay of ``descriptor`` against an eager step of ``fewest`` (both with dummy batches) and
+        note it in the ledger.
+        """
+        entry = self.store.get(self._key(descriptor))
+        if entry is None:
+            raise GraphError(f"{descriptor} of {self.phase} was not captured, so there is nothing to time")
+        device = self.store.device
+        padded, plain = self._make_dummy(descriptor), self._make_dummy(fewest)
+        sizes = self._sizes_of(descriptor)
+        mode = self.strategy.runtime_mode
+        with device.stream_scope():
+            timing = PaddingTiming(
+                graph_s=device.time(lambda: self.run(descriptor, mode, padded, num_real=sizes), repeats=5),
+                eager_s=device.time(lambda: self.run_eager(fewest, plain), repeats=5),
+                eager_tokens=fewest.num_tokens,
+            )
+        entry.row.padding_timing = timing
+        entry.row.replays = entry.row.tokens = entry.row.padding = 0  # the timing is no traffic
+        return timing
 
     def output_buffer(self, name: str) -> Tensor:
         """The whole shared buffer of an output (static)."""

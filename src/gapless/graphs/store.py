@@ -1,9 +1,10 @@
 """The store: who owns captured graphs, their pool and their outputs.
 
-One store is one pool, so everything in it must never overlap in time (prefill, decode, head and sampling of one
-stream). It is built, captured, then *sealed*: after that a miss runs eagerly, and asking for a capture is an error.
-Outputs leave the pool by a copy inside the graph into a buffer of maximum size, shared by every size; so no graph
-keeps its last output alive, and a result is valid until the next run. Release drops graphs first, memory second.
+One store is one pool, so everything in it must never overlap in time (prefill, decode, head and sampling of
+one stream). It is built, captured, then *sealed*: after that a miss runs eagerly, and asking for a capture is
+an error. Outputs leave the pool by a copy inside the graph into a buffer of maximum size, shared by every
+size; so no graph keeps its last output alive, and a result is valid until the next run. Release drops graphs
+first, memory second.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from gapless.graphs.capture import capture_pass, capture_program
-from gapless.graphs.program import Program
 from torch import Tensor
 
 from gapless.errors import CaptureClosedError, CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device.base import GraphDevice, Pool
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
+from gapless.graphs.program import Program
 
 
 class StoreState(enum.StrEnum):
@@ -39,6 +40,21 @@ class GraphKey(NamedTuple):
     phase: Phase
     mode: RuntimeMode
     descriptor: BatchDescriptor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddingTiming:
+    """Measured at start-up for a size with a wide gap below it: one replay against an eager step of the
+    fewest tokens that would be padded up to it.
+    """
+
+    graph_s: float
+    eager_s: float
+    eager_tokens: int
+
+    @property
+    def is_graph_faster(self) -> bool:
+        return self.graph_s <= self.eager_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +74,7 @@ class LedgerRow:
     replays: int = 0
     tokens: int = 0
     padding: int = 0
+    padding_timing: PaddingTiming | None = None
 
     def to_dict(self) -> dict[str, Any]:
         descriptor = self.key.descriptor
@@ -75,6 +92,7 @@ class LedgerRow:
             "driver_bytes": self.driver_bytes,
             "replays": self.replays,
             "padding": self.padding,
+            "padding_timing": asdict(self.padding_timing) if self.padding_timing is not None else None,
         }
 
 
@@ -119,8 +137,8 @@ class GraphStore:
     def output(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The shared output buffer ``name``, made at its maximum size before the first capture.
 
-        Runners that name the same output share it. Raises ``GraphError`` for a request that would have to move a
-        buffer that exists (captured graphs hold its address).
+        Runners that name the same output share it. Raises ``GraphError`` for a request that would have to
+        move a buffer that exists (captured graphs hold its address).
         """
         found = self._outputs.get(name)
         if found is None:
@@ -150,7 +168,8 @@ class GraphStore:
         self.state = StoreState.SEALED
 
     def capture(self, key: GraphKey, fn: Callable[[], Any], strategy: Strategy) -> GraphEntry:
-        """Capture ``fn`` under ``key``. Raises ``CaptureError`` with everything restored and nothing stored."""
+        """Capture ``fn`` under ``key``. Raises ``CaptureError`` with everything restored and nothing
+        stored."""
         if not self.is_capturing or self._pool is None:
             raise CaptureClosedError(
                 f"no graph for {key} and the store is {self.state}: this step must run eagerly"
@@ -181,7 +200,8 @@ class GraphStore:
         return self._entries.get(key)
 
     def release(self) -> None:
-        """Drop every graph, then the pool and the outputs. The store cannot be used afterwards; safe to call twice."""
+        """Drop every graph, then the pool and the outputs. The store cannot be used afterwards; safe to call
+        twice."""
         if self.state is StoreState.RELEASED:
             return
         self.device.synchronize()  # nothing may be running in memory that is about to go

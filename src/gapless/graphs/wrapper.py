@@ -1,8 +1,8 @@
 """GraphWrapper: adds capture and replay to a callable, and otherwise stays out of the way.
 
-A wrapper belongs to one runtime mode and trusts the forward context: another mode, or none, means call through. So a
-full graph may wrap a model whose pieces are wrapped too, and only one of them acts in any step. Warm-up is never done
-here; the runner does it in mode NONE.
+A wrapper belongs to one runtime mode and trusts the forward context: another mode, or none, means call
+through. So a full graph may wrap a model whose pieces are wrapped too, and only one of them acts in any step.
+Warm-up is never done here; the runner does it in mode NONE.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from gapless.graphs.store import GraphKey, GraphStore
 
 
 class GraphWrapper:
-    """``fn`` with graphs of one runtime mode. ``fn``'s arguments must be static: a replay does not look at them."""
+    """``fn`` with graphs of one runtime mode. ``fn``'s arguments must be static: a replay does not look at
+    them."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class GraphWrapper:
     def __call__(self, *args: Any) -> Any:
         """Call through, capture (only while the store is open) or replay, as the forward context says.
 
-        Outputs of a replay are static memory: valid until the next run. Raises ``CaptureClosedError`` when the context
-        names a graph that does not exist and captures are closed.
+        Outputs of a replay are static memory: valid until the next run. Raises ``CaptureClosedError`` when
+        the context names a graph that does not exist and captures are closed.
         """
         context = get_forward_context()
         if context.mode is not self.runtime_mode or context.descriptor is None:

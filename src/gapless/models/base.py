@@ -1,7 +1,7 @@
 """What the engine needs from a model: numbers about it, and the embed / layers / head split.
 
-The split is part of the interface because a breakable graph holds only the layer stack: embedding and head run on the
-real batch, outside. No attribute name is guessed anywhere.
+The split is part of the interface because a breakable graph holds only the layer stack: embedding and head
+run on the real batch, outside. No attribute name is guessed anywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ModelInfo:
 
 
 class CausalModel(Protocol):
-    """``T`` tokens of all requests in a row (no batch dimension), ``R`` sampled rows, ``E`` hidden, ``V`` vocabulary."""
+    """``T`` tokens of all requests in a row (no batch dimension), ``R`` sampled rows, ``E`` hidden, ``V``
+    vocabulary."""
 
     info: ModelInfo
 

@@ -1,4 +1,5 @@
-"""What a request asks of the sampler and of its own end. Checked when made, so a bad value never reaches a batch."""
+"""What a request asks of the sampler and of its own end. Checked when made, so a bad value never reaches a
+batch."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Sampling parameters of one request (names and meaning as in vLLM).
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 means all. ``min_p`` keeps tokens whose probability is at least
-    ``min_p`` times the best one's. ``logprobs`` k returns the k best and the sampled token's log-probabilities (of the
-    model's own distribution, before temperature and penalties). Raises ``RequestError`` naming the field.
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 means all. ``min_p`` keeps tokens whose probability is at
+    least ``min_p`` times the best one's. ``logprobs`` k returns the k best and the sampled token's
+    log-probabilities (of the model's own distribution, before temperature and penalties). Raises
+    ``RequestError`` naming the field.
     """
 
     n: int = 1

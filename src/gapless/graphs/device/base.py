@@ -1,9 +1,11 @@
-"""What the runtime asks of a device that can record and replay work: the seam between ``cuda`` and ``emulated``.
+"""What the runtime asks of a device that can record and replay work: the seam between ``cuda`` and
+``emulated``.
 
-A ``GraphDevice`` records one *segment* at a time into a *pool*. It knows nothing of sizes, strategies or models.
-Invariants: segments are recorded on one long-lived stream; a segment replays on the stream that is current at the
-call; tensors allocated while recording live in the pool and their blocks are reused once their last Python owner dies.
-Read ``emulated.py`` next for the meaning of each method on a CPU, ``cuda.py`` for the real thing.
+A ``GraphDevice`` records one *segment* at a time into a *pool*. It knows nothing of sizes, strategies or
+models. Invariants: segments are recorded on one long-lived stream; a segment replays on the stream that is
+current at the call; tensors allocated while recording live in the pool and their blocks are reused once their
+last Python owner dies. Read ``emulated.py`` next for the meaning of each method on a CPU, ``cuda.py`` for the
+real thing.
 """
 
 from __future__ import annotations
@@ -68,9 +70,9 @@ class GraphDevice(Protocol):
         """Stop recording and make it replayable."""
 
     def abandon_segment(self) -> None:
-        """After an exception while recording: end the recording ignoring its error and restore every state that
-        the recording touched (stream, pool routing, random generator), so that eager work and later captures go on.
-        A no-op when no segment is open."""
+        """After an exception while recording: end the recording ignoring its error and restore every state
+        that the recording touched (stream, pool routing, random generator), so that eager work and later
+        captures go on. A no-op when no segment is open."""
 
     def is_recording(self) -> bool: ...
 
@@ -79,8 +81,8 @@ class GraphDevice(Protocol):
         """The last op seen in the open or just abandoned segment, for error messages; None where unknown."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory with the same shape, strides and dtype, without owning it: the caller guarantees that
-        the memory outlives every use. Never a recorded node."""
+        """The same memory with the same shape, strides and dtype, without owning it: the caller guarantees
+        that the memory outlives every use. Never a recorded node."""
 
     def stream_scope(self) -> AbstractContextManager[None]:
         """Run the block on the long-lived stream that captures use (a no-op on a CPU)."""

@@ -1,0 +1,259 @@
+"""The engine's graphs: prefill, decode, head and sampling over one store, and the callables they capture.
+
+*Full* prefill captures embedding, layers and final norm, keyed by tokens; *breakable* captures the layers
+alone and embeds eagerly on the real batch. Both leave hidden states in a shared buffer from which the head, a
+graph of its own keyed by sampled rows, picks the last token of each request. *Full* decode holds everything
+up to the greedy token in one graph. Random sampling is a graph over the logits, with every parameter in a
+static buffer. All of them run one after another on one stream, so they share one pool. Read ``runner.py`` for
+how a step uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from gapless.sampling.sampler import sample, sample_unfiltered
+from torch import Tensor
+
+from gapless.attention.base import AttentionMetadata
+from gapless.engine.inputs import hidden_field, token_fields
+from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.buffers import InputField, InputViews, StaticInputs
+from gapless.graphs.modes import Phase, Strategy
+from gapless.graphs.runner import GraphRunner, OutputField
+from gapless.graphs.store import GraphStore
+from gapless.models.base import CausalModel
+
+SAMPLING_FIELDS = (
+    InputField(name="temperature", dims=("rows",), dtype=torch.float32, pad=0.0),
+    InputField(name="seed", dims=("rows",), dtype=torch.int64, pad=0),
+    InputField(name="index", dims=("rows",), dtype=torch.int32, pad=0),
+)
+FILTER_FIELDS = (
+    InputField(name="top_k", dims=("rows",), dtype=torch.int32, pad=0),
+    InputField(name="top_p", dims=("rows",), dtype=torch.float32, pad=1.0),
+    InputField(name="min_p", dims=("rows",), dtype=torch.float32, pad=0.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLimits:
+    """The largest step: what every static buffer is sized for."""
+
+    max_num_tokens: int
+    max_num_reqs: int
+    max_model_len: int
+    block_size: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Columns of the block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+class GraphSet:
+    """Runners of all phases over ``store``. Nothing is captured until ``capture``."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        store: GraphStore,
+        limits: StepLimits,
+        prefill: Strategy,
+        decode: Strategy,
+        row_strategy: Strategy,
+    ) -> None:
+        self.store, self.limits = store, limits
+        self._model = model
+        self._hidden = OutputField(
+            name="hidden", dim="tokens", row_shape=(model.info.hidden_size,), dtype=model.info.dtype
+        )
+        self._logits = OutputField(name="logits", dim="rows", row_shape=(model.info.vocab_size,))
+        self._tokens = OutputField(name="tokens", dim="rows", dtype=torch.int64)
+        self.prefill = self._hidden_runner(Phase.PREFILL, prefill, limits.max_num_tokens)
+        self.decode = (
+            self._decode_runner(decode)
+            if decode in (Strategy.FULL, Strategy.DISABLED)
+            else self._hidden_runner(Phase.DECODE, decode, limits.max_num_reqs)
+        )
+        self.decode_makes_logits = decode in (Strategy.FULL, Strategy.DISABLED)
+        hidden_buffer = self.prefill.output_buffer("hidden")
+        self.head = self._row_runner(
+            lambda views: self._head(hidden_buffer.index_select(0, views["hidden_rows"])),
+            phase=Phase.HEAD,
+            strategy=row_strategy,
+            fields=(InputField(name="hidden_rows", dims=("rows",), pad=0),),
+            outputs=(self._logits, self._tokens),
+        )
+        self.logits = self.head.output_buffer("logits")
+        self.tokens = self.head.output_buffer("tokens")
+        self.sample = self._row_runner(
+            lambda views: (self._sample(views, sample_unfiltered, SAMPLING_FIELDS),),
+            phase=Phase.SAMPLE,
+            strategy=row_strategy,
+            fields=SAMPLING_FIELDS,
+            outputs=(self._tokens,),
+        )
+        self.sample_filtered = self._row_runner(
+            lambda views: (self._sample(views, sample, SAMPLING_FIELDS + FILTER_FIELDS),),
+            phase=Phase.SAMPLE_FILTERED,
+            strategy=row_strategy,
+            fields=SAMPLING_FIELDS + FILTER_FIELDS,
+            outputs=(self._tokens,),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.info.vocab_size
+
+    def _hidden_runner(self, phase: Phase, strategy: Strategy, max_num_tokens: int) -> GraphRunner:
+        """Hidden states of every token. Breakable: the layers alone, embeddings made eagerly before."""
+        info, model = self._model.info, self._model
+        fields = token_fields(max_blocks=self.limits.max_blocks, vocab_size=info.vocab_size)
+        prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None = None
+        if strategy is Strategy.BREAKABLE:
+            fields = (*fields, hidden_field(hidden_size=info.hidden_size, dtype=info.dtype))
+
+            def prologue(views: InputViews, num_real: Mapping[str, int]) -> Mapping[str, Tensor]:
+                return {"hidden": model.embed(views["input_ids"][: num_real["tokens"]])}
+
+            def fn(views: InputViews) -> tuple[Tensor, ...]:
+                return (model.layers(views["hidden"], views["positions"]),)
+        else:
+
+            def fn(views: InputViews) -> tuple[Tensor, ...]:
+                return (model.layers(model.embed(views["input_ids"]), views["positions"]),)
+
+        return self._token_runner(
+            fn, phase=phase, strategy=strategy, fields=fields, outputs=(self._hidden,),
+            max_num_tokens=max_num_tokens, prologue=prologue,
+        )  # fmt: skip
+
+    def _decode_runner(self, strategy: Strategy) -> GraphRunner:
+        """Everything in one graph: one token per request in, logits and the greedy token out."""
+        model = self._model
+
+        def fn(views: InputViews) -> tuple[Tensor, ...]:
+            return self._head(model.layers(model.embed(views["input_ids"]), views["positions"]))
+
+        fields = token_fields(max_blocks=self.limits.max_blocks, vocab_size=model.info.vocab_size)
+        return self._token_runner(
+            fn, phase=Phase.DECODE, strategy=strategy, fields=fields, outputs=(self._logits, self._tokens),
+            max_num_tokens=self.limits.max_num_reqs, prologue=None,
+        )  # fmt: skip
+
+    def _token_runner(
+        self,
+        fn: Callable[[InputViews], tuple[Tensor, ...]],
+        *,
+        phase: Phase,
+        strategy: Strategy,
+        fields: tuple[InputField, ...],
+        outputs: tuple[OutputField, ...],
+        max_num_tokens: int,
+        prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None,
+    ) -> GraphRunner:
+        max_num_reqs = min(self.limits.max_num_reqs, max_num_tokens)
+        inputs = StaticInputs(
+            fields,
+            max_sizes={"tokens": max_num_tokens, "reqs": max_num_reqs, "rows": max_num_reqs},
+            torch_device=self.store.device.torch_device,
+        )
+        return GraphRunner(
+            fn,
+            phase=phase,
+            strategy=strategy,
+            inputs=inputs,
+            outputs=outputs,
+            store=self.store,
+            sizes_of=lambda d: {"tokens": d.num_tokens, "reqs": d.num_reqs, "rows": d.num_reqs},
+            make_dummy=self._dummy_tokens,
+            make_batch=self._metadata,
+            prologue=prologue,
+        )
+
+    def _row_runner(
+        self,
+        fn: Callable[[InputViews], tuple[Tensor, ...]],
+        *,
+        phase: Phase,
+        strategy: Strategy,
+        fields: tuple[InputField, ...],
+        outputs: tuple[OutputField, ...],
+    ) -> GraphRunner:
+        inputs = StaticInputs(
+            fields,
+            max_sizes={"rows": self.limits.max_num_reqs},
+            torch_device=self.store.device.torch_device,
+        )
+        return GraphRunner(
+            fn,
+            phase=phase,
+            strategy=strategy,
+            inputs=inputs,
+            outputs=outputs,
+            store=self.store,
+            sizes_of=lambda d: {"rows": d.num_reqs},
+            make_dummy=lambda d: {f.name: np.zeros(d.num_reqs, dtype=np.int32) for f in fields},
+        )
+
+    def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
+        logits_RV = self._model.head(hidden_RE)
+        return logits_RV, greedy_or_invalid(logits_RV)
+
+    def _sample(
+        self, views: InputViews, draw: Callable[..., Tensor], fields: tuple[InputField, ...]
+    ) -> Tensor:
+        logits_RV = self.logits[: views.sizes["rows"]]
+        tokens_R = draw(logits_RV, **{f"{f.name}_R": views[f.name] for f in fields})
+        return torch.where(logits_RV.amax(-1).isnan(), INVALID_TOKEN, tokens_R.to(torch.int64))
+
+    def _metadata(self, views: InputViews, descriptor: BatchDescriptor) -> AttentionMetadata:
+        uniform_len = descriptor.num_tokens // max(descriptor.num_reqs, 1)
+        return AttentionMetadata(
+            query_start_loc=views["query_start_loc"],
+            seq_lens=views["seq_lens"],
+            block_table=views["block_table"],
+            slot_mapping=views["slot_mapping"],
+            max_query_len=uniform_len if descriptor.uniform else descriptor.num_tokens,
+            max_seq_len=self.limits.max_model_len,
+        )
+
+    def _dummy_tokens(self, descriptor: BatchDescriptor) -> dict[str, np.ndarray]:
+        """A legal batch of the right kind: exactly uniform for uniform decode, else as few requests as fit.
+
+        Every slot and block lies in the sink block, which exists in a cache of any size, and lengths obey
+        1 <= length <= max model length.
+        """
+        num_tokens, num_reqs = descriptor.num_tokens, descriptor.num_reqs
+        if descriptor.uniform:
+            lens = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int32)
+        else:
+            full, rest = divmod(num_tokens, self.limits.max_model_len)
+            lens = np.asarray([self.limits.max_model_len] * full + [rest] * (rest > 0), dtype=np.int32)
+        query_start_loc = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.cumsum(lens, out=query_start_loc[1:])
+        positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], lens)
+        return {
+            "input_ids": np.arange(num_tokens, dtype=np.int32) % self._model.info.vocab_size,
+            "positions": positions,
+            "slot_mapping": positions % self.limits.block_size,
+            "query_start_loc": query_start_loc,
+            "seq_lens": lens,
+            "block_table": np.zeros((len(lens), self.limits.max_blocks), dtype=np.int32),
+        }
+
+
+INVALID_TOKEN = -1
+"""Drawn from a row of logits that holds NaN: the request fails, its neighbours go on."""
+
+
+def greedy_or_invalid(logits_RV: Tensor) -> Tensor:
+    """The best token of each row (int64), ``INVALID_TOKEN`` where a logit is NaN. One pass: max propagates
+    NaN."""
+    best_R, token_R = logits_RV.max(dim=-1)
+    return torch.where(best_R.isnan(), INVALID_TOKEN, token_R)

@@ -1,0 +1,141 @@
+"""ModelRunner: one step of the engine on a device, as graphs wherever the plan allows.
+
+A step reads as a sentence: build the arrays, ask the dispatcher which graph serves, run it, pick the sampled
+rows, draw tokens. What serves is decided before a byte is staged, and every step is counted either as a
+replay or as an eager run with its reason. ``padded_eager`` runs the same buckets without graphs: the oracle
+that graphs must equal bit for bit. Read ``graph_set.py`` for what is captured and ``build.py`` for how a
+runner comes to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gapless.engine.draw import TokenDrawer
+from gapless.engine.graph_set import GraphSet, StepLimits
+from gapless.engine.inputs import BatchArrays, BatchBuilder
+from gapless.engine.row_graphs import PADDED_EAGER, RowGraphs
+from gapless.engine.step import ScheduledBatch, StepResult
+from gapless.graphs.batch import BatchDescriptor, BatchShape
+from gapless.graphs.dispatcher import Dispatch, Dispatcher
+from gapless.graphs.modes import Phase, RuntimeMode
+from gapless.graphs.plan import GraphPlan
+from gapless.graphs.report import StepLog, build_report
+
+
+class ModelRunner:
+    """Executes scheduled batches. Implements ``StepRunner``."""
+
+    def __init__(
+        self,
+        graphs: GraphSet,
+        *,
+        plan: GraphPlan,
+        dispatcher: Dispatcher,
+        rows: RowGraphs,
+        log: StepLog,
+        num_blocks: int,
+        startup: dict[str, Any],
+    ) -> None:
+        limits: StepLimits = graphs.limits
+        self.num_blocks = num_blocks
+        self.block_size = limits.block_size
+        self.max_model_len = limits.max_model_len
+        self.max_num_reqs = limits.max_num_reqs
+        self.max_num_batched_tokens = limits.max_num_tokens
+        self.vocab_size = graphs.vocab_size
+        self.plan, self.dispatcher, self.log = plan, dispatcher, log
+        self._graphs, self._rows = graphs, rows
+        self._startup = startup
+        self._device = graphs.store.device
+        self._drawer = TokenDrawer(graphs, rows, log)
+        self._builder = BatchBuilder(
+            block_size=limits.block_size, max_num_reqs=limits.max_num_reqs, max_blocks=limits.max_blocks
+        )
+        self._padded_eager = False
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step and wait for its tokens."""
+        arrays = self._builder.build(batch)
+        decision = self.dispatcher.dispatch(BatchShape(query_lens=arrays.query_lens))
+        sampled = [(i, entry) for i, entry in enumerate(batch.entries) if entry.samples]
+        with torch.no_grad(), self._device.stream_scope():
+            greedy_R = self._forward(decision, arrays)
+            if not sampled:
+                self._device.synchronize()  # an error of this step must not surface in the next
+                return StepResult(token_ids=[])
+            return self._drawer.draw([e for _, e in sampled], [i for i, _ in sampled], greedy_R)
+
+    @contextmanager
+    def padded_eager(self) -> Iterator[None]:
+        """Within the block every step runs eagerly on its padded bucket: same kernels, same shapes, no
+        graph."""
+        self._padded_eager = self._rows.padded_eager = True
+        try:
+            yield
+        finally:
+            self._padded_eager = self._rows.padded_eager = False
+
+    def report(self) -> dict[str, Any]:
+        """The report schema of ``graphs/report.py``, with how the runner started."""
+        report = build_report(plan=self.plan.to_dict(), store=self._graphs.store, log=self.log)
+        return {**report, "startup": self._startup}
+
+    def reset_report(self) -> None:
+        self.log.clear()
+
+    def shutdown(self) -> None:
+        """Release graphs and their memory. Safe to call twice; no step may follow."""
+        self._graphs.store.release()
+
+    def _forward(self, decision: Dispatch, arrays: BatchArrays) -> Tensor:
+        """Fill the first rows of the logits buffer, one per sampled entry; returns their best tokens."""
+        owner = decision.owner or decision.phase
+        runner = self._graphs.decode if owner is Phase.DECODE else self._graphs.prefill
+        num_tokens, num_reqs = sum(arrays.query_lens), len(arrays.query_lens)
+        if decision.descriptor is None:
+            assert decision.reason is not None
+            self.log.count_eager(decision.phase, str(decision.reason))
+            is_uniform = decision.phase is Phase.DECODE
+            real = BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs, uniform=is_uniform)
+            results = runner.run_eager(real, arrays.values)
+        else:
+            descriptor, mode = decision.descriptor, decision.mode
+            if self._padded_eager:
+                mode = RuntimeMode.NONE
+                self.log.count_eager(decision.phase, PADDED_EAGER)
+            else:
+                bucket, num_real = (
+                    (descriptor.num_reqs, num_reqs)
+                    if descriptor.uniform
+                    else (descriptor.num_tokens, num_tokens)
+                )
+                self.log.count_replay(decision.phase, runner.strategy, bucket, num_real)
+            num_real_rows = {"tokens": num_tokens, "reqs": num_reqs, "rows": num_reqs}
+            results = runner.run(descriptor, mode, arrays.values, num_real=num_real_rows)
+        if owner is Phase.DECODE and self._graphs.decode_makes_logits:
+            return self._keep_sampled(results[1], arrays, num_reqs)
+        return self._run_head(arrays)
+
+    def _run_head(self, arrays: BatchArrays) -> Tensor:
+        rows = arrays.sampled_rows
+        if not len(rows):
+            return self._graphs.tokens[:0]
+        values = {"hidden_rows": rows.astype(np.int32)}
+        return self._rows.run(self._graphs.head, values, len(rows))[1]
+
+    def _keep_sampled(self, greedy_B: Tensor, arrays: BatchArrays, num_reqs: int) -> Tensor:
+        """Decode graphs make logits for every request; one-token prompt chunks that end early draw
+        nothing."""
+        rows = arrays.sampled_rows
+        if len(rows) == num_reqs:
+            return greedy_B
+        index = torch.as_tensor(rows, dtype=torch.int64, device=greedy_B.device)
+        self._graphs.logits[: len(rows)].copy_(self._graphs.logits.index_select(0, index))
+        return greedy_B.index_select(0, index)

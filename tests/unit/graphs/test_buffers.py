@@ -1,0 +1,157 @@
+"""Static inputs: fixed addresses, declared padding, one layout per bucket, clear refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gapless.errors import GraphError
+from gapless.graphs.buffers import InputField, StaticInputs
+
+FIELDS = (
+    InputField(name="ids", dims=("tokens",), pad=0, poison=7),
+    InputField(name="starts", dims=("reqs+1",), pad="last"),
+    InputField(name="table", dims=("reqs", 5), pad=3),
+    InputField(name="scale", dims=("reqs",), dtype=torch.float32, pad=1.5),
+    InputField(name="seed", dims=("reqs",), dtype=torch.int64, pad=-1),
+)
+HIDDEN = InputField(
+    name="hidden", dims=("tokens", 4), dtype=torch.float32, pad=0.0, poison=float("nan"), on_device=True
+)
+
+
+def make_inputs(fields: tuple[InputField, ...] = FIELDS) -> StaticInputs:
+    return StaticInputs(fields, max_sizes={"tokens": 64, "reqs": 16}, torch_device=torch.device("cpu"))
+
+
+def make_values(tokens: int, reqs: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(tokens * 100 + reqs)
+    return {
+        "ids": rng.integers(1, 100, tokens).astype(np.int32),
+        "starts": np.cumsum(rng.integers(0, 5, reqs + 1)).astype(np.int32),
+        "table": rng.integers(10, 99, (reqs, 2)).astype(np.int32),
+        "scale": rng.random(reqs).astype(np.float32),
+        "seed": rng.integers(-(2**62), 2**62, reqs),
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 16), st.data())
+def test_views_hold_the_batch_then_its_declared_padding(tokens: int, reqs: int, data: st.DataObject) -> None:
+    inputs = make_inputs()
+    views = inputs.views({"tokens": tokens, "reqs": reqs})
+    for _ in range(2):  # the second load must not leave anything of the first behind
+        n, r = data.draw(st.integers(1, tokens)), data.draw(st.integers(1, reqs))
+        values = make_values(n, r)
+        inputs.load(views, values)
+        assert views["ids"].tolist() == values["ids"].tolist() + [0] * (tokens - n)
+        assert views["starts"].tolist() == values["starts"].tolist() + [values["starts"][-1]] * (reqs - r)
+        assert views["table"][:r, :2].tolist() == values["table"].tolist()
+        assert (views["table"][:r, 2:] == 3).all()
+        assert (views["table"][r:] == 3).all()
+        assert torch.equal(views["scale"][:r], torch.from_numpy(values["scale"]))
+        assert (views["scale"][r:] == 1.5).all()
+        assert views["seed"].tolist() == values["seed"].tolist() + [-1] * (reqs - r)
+
+
+def test_views_of_a_bucket_never_move() -> None:
+    inputs = make_inputs()
+    sizes = {"tokens": 32, "reqs": 4}
+    before = {name: t.data_ptr() for name, t in inputs.views(sizes).tensors.items()}
+    for tokens in (64, 1, 17):
+        inputs.load(inputs.views({"tokens": tokens, "reqs": 3}), make_values(tokens, 3))
+    after = {name: t.data_ptr() for name, t in inputs.views(sizes).tensors.items()}
+    assert before == after
+    assert inputs.views(sizes) is inputs.views(dict(reversed(sizes.items())))
+
+
+def test_views_of_one_bucket_do_not_overlap() -> None:
+    views = make_inputs().views({"tokens": 13, "reqs": 3})
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in views.tensors.values())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_transient_views_are_not_kept() -> None:
+    inputs = make_inputs()
+    sizes = {"tokens": 9, "reqs": 2}
+    assert inputs.transient_views(sizes) is not inputs.transient_views(sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"tokens": 65, "reqs": 1}, "tokens=65 exceeds"),
+        ({"tokens": 1, "reqs": 17}, "reqs=17 exceeds"),
+        ({"tokens": -1, "reqs": 1}, "tokens=-1 exceeds"),
+        ({"tokens": 1, "reqs": 1, "frames": 1}, "unknown dimension 'frames'"),
+    ],
+)
+def test_views_above_the_capacity_are_refused(sizes: dict[str, int], match: str) -> None:
+    with pytest.raises(GraphError, match=match):
+        make_inputs().views(sizes)
+
+
+@pytest.mark.parametrize("field", ["ids", "starts", "table", "scale", "seed"])
+def test_a_batch_that_is_too_large_is_refused_before_anything_is_written(field: str) -> None:
+    inputs = make_inputs()
+    views = inputs.views({"tokens": 8, "reqs": 4})
+    inputs.load(views, make_values(8, 4))
+    before = {name: t.clone() for name, t in views.tensors.items()}
+    values = make_values(5, 2)
+    values[field] = np.concatenate([values[field]] * 9)
+    with pytest.raises(GraphError, match=f"input '{field}' of shape"):
+        inputs.load(views, values)
+    assert all(torch.equal(before[name], t) for name, t in views.tensors.items())
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_names_must_match_the_schema(change: str) -> None:
+    inputs = make_inputs()
+    values = make_values(4, 2)
+    if change == "missing":
+        del values["ids"]
+    else:
+        values["idz"] = values["ids"]
+    with pytest.raises(GraphError, match="missing or unknown"):
+        inputs.load(inputs.views({"tokens": 4, "reqs": 2}), values)
+
+
+def test_poison_replaces_padding_and_nothing_else() -> None:
+    inputs = make_inputs((*FIELDS, HIDDEN))
+    inputs.poison = True
+    views = inputs.views({"tokens": 8, "reqs": 4})
+    values = make_values(5, 2)
+    inputs.load(views, values)
+    inputs.load_on_device(views, {"hidden": torch.ones(5, 4)})
+    assert views["ids"].tolist() == values["ids"].tolist() + [7] * 3
+    assert (views["table"][2:] == 3).all(), "a field without poison keeps its pad value"
+    assert (views["hidden"][:5] == 1).all()
+    assert views["hidden"][5:].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (8, 4), (5, 2), (0, 4)])
+def test_device_inputs_are_padded_on_every_side(shape: tuple[int, int]) -> None:
+    inputs = make_inputs((*FIELDS, HIDDEN))
+    views = inputs.views({"tokens": 8, "reqs": 4})
+    inputs.load_on_device(views, {"hidden": torch.full((8, 4), 9.0)})
+    inputs.load_on_device(views, {"hidden": torch.ones(shape)})
+    expected = torch.zeros(8, 4)
+    expected[: shape[0], : shape[1]] = 1
+    assert torch.equal(views["hidden"], expected)
+
+
+def test_device_views_are_prefixes_of_one_buffer() -> None:
+    inputs = make_inputs((*FIELDS, HIDDEN))
+    large = inputs.views({"tokens": 64, "reqs": 1})["hidden"]
+    small = inputs.views({"tokens": 4, "reqs": 1})["hidden"]
+    assert large.data_ptr() == small.data_ptr()
+
+
+def test_field_names_must_be_unique() -> None:
+    with pytest.raises(GraphError, match="unique"):
+        make_inputs((FIELDS[0], FIELDS[0]))
