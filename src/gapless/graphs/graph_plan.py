@@ -1,0 +1,145 @@
+"""The plan itself: per phase a strategy and its sizes, a mode name if there is one, and the decisions that
+led there.
+
+Only data and its two renderings, JSON (``to_dict``) and plain text (``describe``). ``plan.py`` makes it,
+``dispatcher.py`` turns it into the keys of graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gapless.graphs.capabilities import TcCompiler
+from gapless.graphs.ladder import Ladder
+from gapless.graphs.modes import GraphMode, Phase, RuntimeMode, Strategy
+
+PLANNED_PHASES = (Phase.PREFILL, Phase.DECODE)
+
+MODE_PHASES: dict[GraphMode, dict[Phase, RuntimeMode]] = {
+    GraphMode.NONE: {Phase.PREFILL: RuntimeMode.NONE, Phase.DECODE: RuntimeMode.NONE},
+    GraphMode.PIECEWISE: {Phase.PREFILL: RuntimeMode.PIECEWISE, Phase.DECODE: RuntimeMode.PIECEWISE},
+    GraphMode.FULL: {Phase.PREFILL: RuntimeMode.FULL, Phase.DECODE: RuntimeMode.FULL},
+    GraphMode.FULL_DECODE_ONLY: {Phase.PREFILL: RuntimeMode.NONE, Phase.DECODE: RuntimeMode.FULL},
+    GraphMode.FULL_AND_PIECEWISE: {Phase.PREFILL: RuntimeMode.PIECEWISE, Phase.DECODE: RuntimeMode.FULL},
+}
+"""What each mode asks of each phase; which piecewise strategy stands behind PIECEWISE is *P*."""
+
+
+_UNITS = {Phase.PREFILL: "tokens", Phase.DECODE: "requests"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One step of the way from request to plan. ``before`` equals ``after`` where a rule only has something
+    to say."""
+
+    rule: str
+    phase: Phase | None
+    before: str
+    after: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"{self.phase}: " if self.phase else ""
+        change = self.after if self.before == self.after else f"{self.before} -> {self.after}"
+        return f"{where}{change} ({self.rule}: {self.reason})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhasePlan:
+    """How one phase runs. Prefill ladders count tokens, decode ladders requests; disabled has an empty
+    ladder."""
+
+    strategy: Strategy = Strategy.DISABLED
+    ladder: Ladder = field(default_factory=Ladder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphPlan:
+    """The result. ``mode`` is None for a combination that has no mode name.
+
+    ``shares_graphs``: one set of full graphs for non-uniform batches serves decode too (mode FULL); the
+    decode ladder then holds only the sizes that were asked for on top of prefill's.
+    """
+
+    prefill: PhasePlan
+    decode: PhasePlan
+    mode: GraphMode | None
+    shares_graphs: bool = False
+    uniform_query_len: int = 1
+    tc_compiler: TcCompiler | None = None
+    """Compiler of the pieces; None where nothing is compiled."""
+    decisions: tuple[Decision, ...] = ()
+
+    def phase(self, phase: Phase) -> PhasePlan:
+        """The plan of ``Phase.PREFILL`` or ``Phase.DECODE``."""
+        return {Phase.PREFILL: self.prefill, Phase.DECODE: self.decode}[phase]
+
+    def with_limits(self, *, max_tokens: int, max_reqs: int, reason: str) -> GraphPlan:
+        """The plan with ladders cut to limits known only after memory was measured; the cut is a decision."""
+        prefill = self.prefill.ladder.capped(max_tokens, reason=reason)
+        decode = self.decode.ladder.capped(min(max_reqs, max_tokens // self.uniform_query_len), reason=reason)
+        cuts = tuple(
+            Decision(
+                rule="limits",
+                phase=phase,
+                before=f"largest size {old.largest}",
+                after=f"largest size {new.largest}",
+                reason=reason,
+            )
+            for phase, old, new in (
+                (Phase.PREFILL, self.prefill.ladder, prefill),
+                (Phase.DECODE, self.decode.ladder, decode),
+            )
+            if old != new
+        )
+        return replace(
+            self,
+            prefill=replace(self.prefill, ladder=prefill),
+            decode=replace(self.decode, ladder=decode),
+            decisions=self.decisions + cuts,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "mode": self.mode.value if self.mode else None,
+            "shares_graphs": self.shares_graphs,
+            "uniform_query_len": self.uniform_query_len,
+            "tc_compiler": self.tc_compiler,
+            **{
+                phase.value: {
+                    "strategy": self.phase(phase).strategy.value,
+                    "unit": _UNITS[phase],
+                    "sizes": list(self.phase(phase).ladder.sizes),
+                    "dropped": [asdict(dropped) for dropped in self.phase(phase).ladder.dropped],
+                }
+                for phase in PLANNED_PHASES
+            },
+            "decisions": [
+                {**asdict(decision), "phase": decision.phase.value if decision.phase else None}
+                for decision in self.decisions
+            ],
+        }
+
+    def describe(self) -> list[str]:
+        """The plan in lines of plain text: what runs first, then why."""
+        lines = [f"graph mode: {self.mode.value if self.mode else 'set per phase'}"]
+        for phase in PLANNED_PHASES:
+            lines.append(f"{phase}: {self._describe_phase(phase)}")
+            lines += [f"  size {lost.size}: {lost.reason}" for lost in self.phase(phase).ladder.dropped]
+        lines += [f"  {decision}" for decision in self.decisions]
+        return lines
+
+    def _describe_phase(self, phase: Phase) -> str:
+        plan = self.phase(phase)
+        if plan.strategy is Strategy.DISABLED:
+            return "disabled (eager)"
+        if not plan.ladder.sizes:
+            return f"{plan.strategy}, reuses the prefill graphs"
+        sizes = plan.ladder.sizes
+        text = f"{plan.strategy}, {len(sizes)} sizes from {sizes[0]} to {sizes[-1]} {_UNITS[phase]}"
+        if phase is Phase.DECODE and self.uniform_query_len > 1:
+            text += f" of {self.uniform_query_len} tokens"
+        return text + (", in the prefill graphs" if phase is Phase.DECODE and self.shares_graphs else "")

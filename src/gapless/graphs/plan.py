@@ -1,0 +1,375 @@
+"""From what was asked to what runs: ``resolve(request, capabilities) -> GraphPlan``, a pure function.
+
+The plan says, per phase, by which strategy steps become graphs and at which sizes, and it carries every
+decision taken on the way (rule, from, to, reason), so that nothing is switched off silently. Nothing is
+mutated and nothing outside the two arguments is read. The order of the rules is the body of ``resolve``. A
+full strategy that cannot run falls back to *P*, the piecewise strategy of this model, then to disabled; a
+disabled phase is never switched on. Read ``capabilities.py`` for the inputs, ``dispatcher.py`` for what is
+made of a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import gcd
+
+from gapless.errors import ConfigError
+from gapless.graphs.capabilities import (
+    AVAILABLE_STRATEGIES,
+    HARDWARE_RULE,
+    AutoDisableRule,
+    BackendSupport,
+    Capabilities,
+    GraphRequest,
+)
+from gapless.graphs.graph_plan import MODE_PHASES, PLANNED_PHASES, Decision, GraphPlan, PhasePlan
+from gapless.graphs.ladder import Dropped, Ladder, decode_ladder, prefill_ladder, requests_from_tokens
+from gapless.graphs.modes import AttentionSupport, GraphMode, Phase, RuntimeMode, Strategy
+
+__all__ = [
+    "AVAILABLE_STRATEGIES",
+    "HARDWARE_RULE",
+    "MODE_PHASES",
+    "AutoDisableRule",
+    "BackendSupport",
+    "Capabilities",
+    "Decision",
+    "GraphPlan",
+    "GraphRequest",
+    "PhasePlan",
+    "resolve",
+]
+
+
+def resolve(request: GraphRequest, capabilities: Capabilities) -> GraphPlan:
+    """Decide the plan. Raises ``ConfigError`` for contradictions and for naming what cannot exist."""
+    _check(request, capabilities)
+    draft = _Draft(request=request, capabilities=capabilities)
+    asked = _asked_modes(draft)
+    is_whole = _keep_graph_whole(draft, asked)
+    for phase in PLANNED_PHASES:
+        draft.strategies[phase] = _strategy_for(draft, phase, asked[phase])
+    for phase in PLANNED_PHASES:
+        _limit_by_support(draft, phase, is_whole=is_whole)
+    for phase in PLANNED_PHASES:
+        _apply_rules(draft, phase)
+    _raise_to_preferred(draft)
+    _note_cascade(draft)
+
+    prefill, decode = (draft.strategies[phase] for phase in PLANNED_PHASES)
+    shares = prefill is decode is Strategy.FULL and (request.mode is GraphMode.FULL or is_whole)
+    prefill_plan = PhasePlan(strategy=prefill, ladder=_prefill_sizes(draft, shares_graphs=shares))
+    decode_plan = PhasePlan(strategy=decode, ladder=_decode_sizes(draft, shares_graphs=shares))
+    _note_unused(draft)
+    is_compiled = Strategy.TC_PIECEWISE in (prefill, decode)
+    return GraphPlan(
+        prefill=prefill_plan,
+        decode=decode_plan,
+        mode=_mode_name(prefill, decode, shares_graphs=shares),
+        shares_graphs=shares,
+        uniform_query_len=capabilities.uniform_query_len,
+        tc_compiler=(request.tc_compiler or "eager") if is_compiled else None,
+        decisions=tuple(draft.decisions),
+    )
+
+
+_FLAGS = {Phase.PREFILL: "--cuda-graph-backend-prefill", Phase.DECODE: "--cuda-graph-backend-decode"}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Draft:
+    """The plan while it is being made."""
+
+    request: GraphRequest
+    capabilities: Capabilities
+    strategies: dict[Phase, Strategy] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+    rule_hit: set[Phase] = field(default_factory=set)
+    """Phases that a rule of the table has switched off."""
+
+    def flag(self, phase: Phase) -> Strategy | None:
+        return _flag(self.request, phase)
+
+    def is_named(self, phase: Phase) -> bool:
+        """The user named this phase's backend, or a mode."""
+        return self.flag(phase) is not None or self.request.mode is not None
+
+    def note(self, rule: str, phase: Phase | None, before: str, after: str, reason: str) -> None:
+        self.decisions.append(
+            Decision(rule=rule, phase=phase, before=str(before), after=str(after), reason=reason)
+        )
+
+    def change(self, rule: str, phase: Phase, after: Strategy, reason: str) -> None:
+        self.note(rule, phase, self.strategies[phase], after, reason)
+        self.strategies[phase] = after
+
+
+def _flag(request: GraphRequest, phase: Phase) -> Strategy | None:
+    return request.prefill if phase is Phase.PREFILL else request.decode
+
+
+def _check(request: GraphRequest, capabilities: Capabilities) -> None:
+    """Contradictions, and strategies named that this build or this model cannot have."""
+    for phase in PLANNED_PHASES:
+        flag = _flag(request, phase)
+        if flag is None:
+            continue
+        if request.mode is not None and flag.runtime_mode is not MODE_PHASES[request.mode][phase]:
+            raise ConfigError(
+                f"{_FLAGS[phase]}={flag.value} contradicts cudagraph_mode={request.mode.value}, which asks "
+                f"for {MODE_PHASES[request.mode][phase].name} in {phase}; give only one of the two"
+            )
+        if flag is Strategy.TC_PIECEWISE:
+            _require_compiler(request, capabilities, f"{_FLAGS[phase]}=tc_piecewise")
+        elif flag not in capabilities.available_strategies:
+            raise ConfigError(f"{_FLAGS[phase]}={flag.value} is not available in this build")
+        if flag is Strategy.BREAKABLE and not capabilities.has_layer_split:
+            raise ConfigError(
+                f"{_FLAGS[phase]}=breakable needs a model with embed, layers and head, and this one has no "
+                f"such split; use {_FLAGS[phase]}=full or disabled"
+            )
+        if flag is Strategy.BREAKABLE and _whole_graph_reason(request, capabilities):
+            raise ConfigError(
+                f"{_FLAGS[phase]}=breakable cuts the graph at every break, but "
+                f"{_whole_graph_reason(request, capabilities)}; use {_FLAGS[phase]}=full"
+            )
+    if request.compile_mode == 3:
+        _require_compiler(request, capabilities, "compilation mode 3 (piecewise compile)")
+    if request.use_inductor_graph_partition:
+        _require_compiler(request, capabilities, "use_inductor_graph_partition")
+
+
+def _require_compiler(request: GraphRequest, capabilities: Capabilities, asked: str) -> None:
+    if Strategy.TC_PIECEWISE not in capabilities.available_strategies:
+        raise ConfigError(
+            f"{asked}: tc_piecewise is not available in this build; use breakable, full or disabled"
+        )
+    if request.compile_mode == 0:
+        raise ConfigError(f"{asked} contradicts compilation mode 0 (no compile); give only one of the two")
+
+
+def _asked_modes(draft: _Draft) -> dict[Phase, RuntimeMode]:
+    request, capabilities = draft.request, draft.capabilities
+    auto = GraphMode.PIECEWISE if capabilities.is_pooling else GraphMode.FULL_AND_PIECEWISE
+    mode = request.mode or auto
+    asked = {}
+    for phase in PLANNED_PHASES:
+        flag = draft.flag(phase)
+        asked[phase] = flag.runtime_mode if flag is not None else MODE_PHASES[mode][phase]
+        if flag is None and request.mode is None:
+            reason = "pooling models have no decode steps" if capabilities.is_pooling else "the default mode"
+            draft.note("auto", phase, "auto", asked[phase].name, f"{mode.value}: {reason}")
+    return asked
+
+
+def _whole_graph_reason(request: GraphRequest, capabilities: Capabilities) -> str | None:
+    if request.splitting_ops == ():
+        return "splitting_ops is empty"
+    if capabilities.whole_graph_passes:
+        return f"the pass {', '.join(capabilities.whole_graph_passes)} needs the whole graph"
+    return None
+
+
+def _keep_graph_whole(draft: _Draft, asked: dict[Phase, RuntimeMode]) -> bool:
+    """Without splits there is nothing piecewise: what was asked as P becomes full. True if that rule
+    holds."""
+    reason = _whole_graph_reason(draft.request, draft.capabilities)
+    if reason is None:
+        return False
+    for phase in PLANNED_PHASES:
+        if asked[phase] is RuntimeMode.PIECEWISE:
+            draft.note("whole_graph", phase, "PIECEWISE", "FULL", reason)
+            asked[phase] = RuntimeMode.FULL
+    return True
+
+
+def _strategy_for(draft: _Draft, phase: Phase, mode: RuntimeMode) -> Strategy:
+    if mode is RuntimeMode.FULL:
+        return Strategy.FULL
+    if mode is RuntimeMode.NONE:
+        return Strategy.DISABLED
+    flag = draft.flag(phase)
+    if flag is not None:
+        return flag
+    piecewise, reason = _piecewise(draft.request, draft.capabilities)
+    draft.note("piecewise", phase, "PIECEWISE", piecewise, reason)
+    return piecewise
+
+
+def _piecewise(request: GraphRequest, capabilities: Capabilities) -> tuple[Strategy, str]:
+    """P: the piecewise strategy of this model, and why it is that one."""
+    if Strategy.TC_PIECEWISE in (request.prefill, request.decode):
+        return Strategy.TC_PIECEWISE, "named for a phase"
+    if request.compile_mode == 3 or request.use_inductor_graph_partition:
+        return Strategy.TC_PIECEWISE, "piecewise compilation was asked for"
+    if capabilities.has_layer_split and Strategy.BREAKABLE in capabilities.available_strategies:
+        return Strategy.BREAKABLE, "the model has embed, layers and head"
+    if Strategy.TC_PIECEWISE in capabilities.available_strategies and request.compile_mode != 0:
+        return Strategy.TC_PIECEWISE, "the model has no embed / layers / head split, so it is traced"
+    return Strategy.DISABLED, (
+        "the model has no embed / layers / head split and nothing may be compiled"
+        if not capabilities.has_layer_split
+        else "this build has no piecewise strategy that may be used"
+    )
+
+
+def _limit_by_support(draft: _Draft, phase: Phase, *, is_whole: bool) -> None:
+    if draft.strategies[phase] is not Strategy.FULL:
+        return
+    support = draft.capabilities.support
+    query_len = draft.capabilities.uniform_query_len
+    if support is AttentionSupport.ALWAYS:
+        return
+    if phase is Phase.DECODE:
+        if support is AttentionSupport.UNIFORM_BATCH:
+            return
+        if support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1:
+            return
+    weakest = min(draft.capabilities.attention, key=lambda backend: backend.support)
+    reason = f"attention backend {weakest.name} supports {support.name}"
+    if phase is Phase.DECODE and query_len > 1:
+        reason += f", and decode steps have {query_len} tokens"
+    if is_whole:
+        draft.change("attention_support", phase, Strategy.DISABLED, f"{reason}; the graph may not be split")
+        return
+    piecewise, why = _piecewise(draft.request, draft.capabilities)
+    if piecewise is Strategy.DISABLED:
+        reason = f"{reason}; piecewise is impossible: {why}"
+    draft.change("attention_support", phase, piecewise, reason)
+
+
+def _apply_rules(draft: _Draft, phase: Phase) -> None:
+    """Hard rules first, so that a phase that is off anyway does not also report soft ones."""
+    for rule in sorted(_active_rules(draft.capabilities), key=lambda rule: not rule.is_hard):
+        strategy = draft.strategies[phase]
+        if phase not in rule.phases or strategy not in rule.strategies:
+            continue
+        name = f"auto_disable:{rule.feature}"
+        if draft.request.force and strategy is Strategy.TC_PIECEWISE:
+            draft.note(name, phase, strategy, strategy, f"ignored, forced: {rule.reason}")
+        elif not rule.is_hard and draft.is_named(phase):
+            draft.note(name, phase, strategy, strategy, f"ignored, backend or mode was named: {rule.reason}")
+        else:
+            draft.change(name, phase, Strategy.DISABLED, rule.reason)
+            draft.rule_hit.add(phase)
+
+
+def _active_rules(capabilities: Capabilities) -> list[AutoDisableRule]:
+    rules = [
+        rule
+        for rule in capabilities.rules
+        if rule.feature in capabilities.features and rule.feature != HARDWARE_RULE.feature
+    ]
+    is_bare = not capabilities.supports_graphs or HARDWARE_RULE.feature in capabilities.features
+    return [HARDWARE_RULE, *rules] if is_bare else rules
+
+
+def _raise_to_preferred(draft: _Draft) -> None:
+    """Under ``auto`` a backend that runs best in full graphs gets them in prefill, unless a rule had
+    doubts."""
+    attention = draft.capabilities.attention
+    prefers_full = bool(attention) and all(backend.preferred is GraphMode.FULL for backend in attention)
+    if (
+        prefers_full
+        and not draft.is_named(Phase.PREFILL)
+        and not draft.capabilities.is_pooling
+        and not draft.rule_hit
+        and draft.request.compile_mode != 3
+        and not draft.request.use_inductor_graph_partition
+        and draft.capabilities.support is AttentionSupport.ALWAYS
+        and draft.strategies[Phase.PREFILL] is not Strategy.FULL
+    ):
+        names = ", ".join(backend.name for backend in attention)
+        draft.change("preferred", Phase.PREFILL, Strategy.FULL, f"attention backend {names} prefers FULL")
+
+
+def _note_cascade(draft: _Draft) -> None:
+    if not draft.capabilities.uses_cascade:
+        return
+    has_piecewise = any(s.runtime_mode is RuntimeMode.PIECEWISE for s in draft.strategies.values())
+    instead = "piecewise" if has_piecewise else "eager"
+    for phase in PLANNED_PHASES:
+        if draft.strategies[phase] is Strategy.FULL:
+            draft.note(
+                "cascade",
+                phase,
+                Strategy.FULL,
+                Strategy.FULL,
+                f"batches with shared-prefix attention run {instead}; a full graph cannot hold it",
+            )
+
+
+def _prefill_sizes(draft: _Draft, *, shares_graphs: bool) -> Ladder:
+    if draft.strategies[Phase.PREFILL] is Strategy.DISABLED:
+        return Ladder()
+    request, capabilities = draft.request, draft.capabilities
+    limit = _reachable(capabilities, capabilities.chunked_prefill_size)
+    default_max = min(limit, capabilities.prefill_max_cap or limit)
+    if shares_graphs:
+        decode_tokens = _reachable(capabilities, capabilities.max_reqs * capabilities.uniform_query_len)
+        limit, default_max = max(limit, decode_tokens), max(default_max, decode_tokens)
+    sizes, name = request.prefill_sizes, "--cuda-graph-bs-prefill"
+    if sizes is None:
+        sizes, name = request.capture_sizes, "cudagraph_capture_sizes"
+    return prefill_ladder(
+        limit=limit,
+        default_max=default_max,
+        max_size=request.prefill_max,
+        sizes=sizes,
+        multiple_of=capabilities.token_multiple,
+        sizes_name=name,
+    )
+
+
+def _decode_sizes(draft: _Draft, *, shares_graphs: bool) -> Ladder:
+    if draft.strategies[Phase.DECODE] is Strategy.DISABLED:
+        return Ladder()
+    request, capabilities = draft.request, draft.capabilities
+    query_len = capabilities.uniform_query_len
+    sizes, name = request.decode_sizes, "--cuda-graph-bs-decode"
+    rounded: tuple[Dropped, ...] = ()
+    if sizes is None and request.capture_sizes is not None and not shares_graphs:
+        name = "cudagraph_capture_sizes"
+        sizes, rounded = requests_from_tokens(request.capture_sizes, query_len=query_len, sizes_name=name)
+    if sizes is None and request.decode_max is None and shares_graphs:
+        return Ladder()
+    ladder = decode_ladder(
+        max_reqs=max(1, _reachable(capabilities, capabilities.max_reqs * query_len) // query_len),
+        max_size=request.decode_max,
+        sizes=sizes,
+        multiple_of=capabilities.token_multiple // gcd(capabilities.token_multiple, query_len),
+        sizes_name=name,
+    )
+    return replace(ladder, dropped=rounded + ladder.dropped)
+
+
+def _reachable(capabilities: Capabilities, tokens: int) -> int:
+    total = capabilities.max_total_tokens
+    return tokens if total is None else min(tokens, total)
+
+
+def _note_unused(draft: _Draft) -> None:
+    """Options that had nothing to act on, so that none is ignored silently."""
+    request = draft.request
+    is_compiled = Strategy.TC_PIECEWISE in draft.strategies.values()
+    off = {phase: draft.strategies[phase] is Strategy.DISABLED for phase in PLANNED_PHASES}
+    unused = {
+        "--cuda-graph-max-bs-prefill": request.prefill_max is not None and off[Phase.PREFILL],
+        "--cuda-graph-bs-prefill": request.prefill_sizes is not None and off[Phase.PREFILL],
+        "--cuda-graph-max-bs-decode": request.decode_max is not None and off[Phase.DECODE],
+        "--cuda-graph-bs-decode": request.decode_sizes is not None and off[Phase.DECODE],
+        "cudagraph_capture_sizes": request.capture_sizes is not None and all(off.values()),
+        "compilation mode 3": request.compile_mode == 3 and not is_compiled,
+        "use_inductor_graph_partition": request.use_inductor_graph_partition and not is_compiled,
+        "--cuda-graph-tc-compiler": request.tc_compiler is not None and not is_compiled,
+        "splitting_ops": bool(request.splitting_ops) and not is_compiled,
+    }
+    for option, is_unused in unused.items():
+        if is_unused:
+            draft.note("unused_option", None, option, "unused", "no phase of this plan can use it")
+
+
+def _mode_name(prefill: Strategy, decode: Strategy, *, shares_graphs: bool) -> GraphMode | None:
+    modes = {Phase.PREFILL: prefill.runtime_mode, Phase.DECODE: decode.runtime_mode}
+    name = next((mode for mode, phases in MODE_PHASES.items() if phases == modes), None)
+    return None if name is GraphMode.FULL and not shares_graphs else name
