@@ -49,16 +49,15 @@ class Intake:
         longest = min(self.max_model_len, self.capacity_tokens)
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
-        ends = (
-            set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
-        )
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return Request(
             request_id=request_id,
             prompt=prompt_text,
             prompt_token_ids=token_ids,
             params=params,
             max_total_tokens=longest,
-            stop_token_ids=frozenset(ends),
+            stop_token_ids=eos.union(params.stop_token_ids),
+            eos_token_ids=eos,
         )
 
     def _encode(self, prompt: str) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ class Request:
     """Prompt and output together: the smaller of the model's limit and ``prompt + max_tokens``."""
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end a choice: the request's own, and EOS unless it is ignored."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Those among them that mean "end of text" and are not reported as a stop reason."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class Sequence:
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Ids that must not be drawn next: whatever would end the choice before ``min_tokens``."""
-        if self.num_output_tokens + self.num_pending_tokens < self.request.params.min_tokens:
+        if self.num_output_tokens < self.request.params.min_tokens:
             return self.request.stop_token_ids
         return frozenset()
 

@@ -32,9 +32,7 @@ def finish_of_token(sequence: Sequence) -> Finish | None:
     request = sequence.request
     token_id = sequence.token_ids[-1]
     if token_id in request.stop_token_ids and sequence.num_output_tokens > request.params.min_tokens:
-        return (
-            Finish(reason="stop", stop_reason=token_id) if token_id in request.params.stop_token_ids else _EOS
-        )
+        return _EOS if token_id in request.eos_token_ids else Finish(reason="stop", stop_reason=token_id)
     if sequence.num_tokens >= request.max_total_tokens:
         return _LENGTH
     return None

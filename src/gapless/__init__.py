@@ -1,0 +1,70 @@
+"""Gapless: a CUDA-graph runtime for PyTorch, and an LLM engine in which every step runs as a graph.
+
+Importing this package imports neither torch nor any of its own parts: each public name is loaded when it is
+first used, so command lines start fast and a library user pays only for what he takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gapless.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from gapless.errors import (
+        CaptureError,
+        ConfigError,
+        GaplessError,
+        GraphError,
+        MemoryLimitError,
+        ModelError,
+        RequestError,
+    )
+    from gapless.llm import LLM
+    from gapless.sampling.params import SamplingParams
+
+_HOME = {
+    "CaptureError": "gapless.errors",
+    "CompletionOutput": "gapless.engine.outputs",
+    "ConfigError": "gapless.errors",
+    "GaplessError": "gapless.errors",
+    "GraphError": "gapless.errors",
+    "LLM": "gapless.llm",
+    "Logprob": "gapless.engine.outputs",
+    "MemoryLimitError": "gapless.errors",
+    "ModelError": "gapless.errors",
+    "RequestError": "gapless.errors",
+    "RequestOutput": "gapless.engine.outputs",
+    "SamplingParams": "gapless.sampling.params",
+}
+
+__all__ = [
+    "LLM",
+    "CaptureError",
+    "CompletionOutput",
+    "ConfigError",
+    "GaplessError",
+    "GraphError",
+    "Logprob",
+    "MemoryLimitError",
+    "ModelError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gapless")
+    if name not in _HOME:
+        raise AttributeError(f"module 'gapless' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

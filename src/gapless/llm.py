@@ -1,0 +1,346 @@
+"""``LLM``: the offline engine. Prompts in, finished texts out, everything in this process.
+
+It loads a model, builds a runner for it, and drives an ``EngineCore`` until the caller's requests have ended;
+all prompts of a call run together in one continuous batch. Several ``stream`` iterators may be open at once:
+each step serves them all and each sees its own updates only. Invariant: when a call ends, for whatever
+reason, none of its requests is left running. One thread at a time. Read ``engine/core.py`` next.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+from gapless.engine.core import EngineCore
+from gapless.engine.detokenizer import TokenizerLike
+from gapless.engine.outputs import CompletionOutput, RequestOutput
+from gapless.engine.request import Request
+from gapless.engine.step import StepRunner
+from gapless.errors import ConfigError, GaplessError, RequestError
+from gapless.sampling.params import SamplingParams
+
+ErrorPolicy = Literal["raise", "return"]
+PromptLike = str | Seq[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+Conversation = Seq[Mapping[str, Any]]
+"""Messages such as ``{"role": "user", "content": "Hello"}``."""
+
+
+class LLM:
+    """A model ready to generate.
+
+    ``model`` is a Hugging Face folder, a GGUF file, ``"smollm2"``, or a config folder with
+    ``load_format="dummy"``. An option left at None takes the default that ``EngineConfig`` documents.
+    ``progress`` is called while weights load and graphs are captured. Raises ``ConfigError``, ``ModelError``
+    or ``MemoryLimitError``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        load_format: str = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_running_requests: int | None = None,
+        chunked_prefill_size: int | None = None,
+        block_size: int = 16,
+        kv_cache_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_total_tokens: int | None = None,
+        attention_backend: str = "auto",
+        enforce_eager: bool = False,
+        compilation_config: Mapping[str, Any] | None = None,
+        cuda_graph_backend_prefill: str | None = None,
+        cuda_graph_backend_decode: str | None = None,
+        cuda_graph_max_bs_prefill: int | None = None,
+        cuda_graph_max_bs_decode: int | None = None,
+        cuda_graph_bs_prefill: Seq[int] | None = None,
+        cuda_graph_bs_decode: Seq[int] | None = None,
+        cuda_graph_tc_compiler: str | None = None,
+        progress: Any = None,
+        **unknown: Any,
+    ) -> None:
+        _refuse_unknown(unknown)
+        options = {name: value for name, value in locals().items() if name in _OPTIONS}
+        runner, tokenizer, eos_token_ids = _load(options, progress)
+        self._start(runner, tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+
+    @classmethod
+    def _from_parts(
+        cls,
+        runner: StepRunner,
+        tokenizer: TokenizerLike | None,
+        *,
+        eos_token_ids: Seq[int] = (),
+        seed: int = 0,
+    ) -> LLM:
+        """An engine around a runner that exists already."""
+        llm = cls.__new__(cls)
+        llm._start(runner, tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        return llm
+
+    def _start(
+        self, runner: StepRunner, tokenizer: TokenizerLike | None, *, eos_token_ids: Seq[int], seed: int
+    ) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.core = EngineCore(runner, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        self._calls: dict[str, _Call] = {}  # request id → the call it belongs to
+        self._num_calls = 0
+        self._is_shut_down = False
+
+    def generate(
+        self,
+        prompts: PromptLike | Seq[PromptLike],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        errors: ErrorPolicy = "raise",
+    ) -> list[RequestOutput]:
+        """Generate for all prompts together; results in the order of the prompts.
+
+        A list of integers is one prompt of token ids. ``sampling_params``: one for all or one per prompt. An
+        unusable prompt raises ``RequestError`` before anything runs, or with ``errors="return"`` its own
+        result says ``finish_reason="error"`` and the others run. What fails later always ends up in the
+        result.
+        """
+        call = self._prepare(_as_prompts(prompts), sampling_params, errors=errors)
+        latest: dict[str, RequestOutput] = {}
+        for output in self._run(call, streams=False):
+            latest[output.request_id] = output
+        return [latest[request_id] for request_id in call.request_ids]
+
+    def stream(
+        self,
+        prompts: PromptLike | Seq[PromptLike],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        errors: ErrorPolicy = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Like ``generate``, but yields every request's state each time it has grown (the whole text so far).
+
+        ``request_id`` ends in ``-i`` for prompt number ``i``. Closing the iterator aborts what still runs.
+        """
+        return self._run(self._prepare(_as_prompts(prompts), sampling_params, errors=errors), streams=True)
+
+    def chat(
+        self,
+        messages: Conversation | Seq[Conversation],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        errors: ErrorPolicy = "raise",
+    ) -> list[RequestOutput]:
+        """``generate`` for one conversation or several, put into the model's chat template."""
+        prompts = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+        )
+        return self.generate(prompts, sampling_params, errors=errors)
+
+    def render_chat(
+        self,
+        messages: Conversation | Seq[Conversation],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PromptLike]:
+        """Conversations as prompts for ``generate`` or ``stream``. Raises ``RequestError`` for a malformed
+        one."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer and so no chat template: pass token ids to generate()"
+            )
+        prompts: list[PromptLike] = []
+        for conversation in _as_conversations(messages):
+            text = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            # The template writes the special tokens itself, a leading BOS included.
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return prompts
+
+    def report(self) -> dict[str, Any]:
+        """What was captured, which steps replayed which graph, which ran eagerly and why."""
+        return self.runner.report()
+
+    def shutdown(self) -> None:
+        """Abort everything and release graphs and memory. Safe to call twice."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        for request_id in list(self._calls):
+            self.core.abort_request(request_id)
+        self._calls.clear()
+        self.runner.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _prepare(
+        self,
+        prompts: Seq[PromptLike],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        *,
+        errors: ErrorPolicy,
+    ) -> _Call:
+        """Check every prompt before anything runs."""
+        if errors not in ("raise", "return"):
+            raise ConfigError(f'errors={errors!r}: must be "raise" or "return"')
+        self._require_running()
+        params = _params_for(prompts, sampling_params)
+        call = _Call()
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            request_id = f"{self._num_calls}-{index}"
+            call.request_ids.append(request_id)
+            try:
+                token_ids, text = _split_prompt(prompt)
+                call.requests.append(self.core.prepare(request_id, token_ids, param, prompt_text=text))
+            except RequestError as error:
+                if errors == "raise":
+                    where = f"prompt {index}: " if len(prompts) > 1 else ""
+                    raise RequestError(f"{where}{error}") from None
+                call.inbox.append(_failed(request_id, prompt, param, str(error)))
+        self._num_calls += 1
+        return call
+
+    def _run(self, call: _Call, *, streams: bool) -> Iterator[RequestOutput]:
+        """Step the engine until the call's requests have ended; yield their updates."""
+        self._require_running()
+        for request in call.requests:
+            self._calls[request.request_id] = call
+            self.core.add(request, streams=streams)
+        try:
+            while True:
+                while call.inbox:
+                    yield call.inbox.popleft()
+                if all(request.request_id not in self._calls for request in call.requests):
+                    return
+                self._require_running()
+                self._deliver(self.core.step())
+        finally:
+            for request in call.requests:
+                if self._calls.pop(request.request_id, None) is not None:
+                    self.core.abort_request(request.request_id)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            call = self._calls.get(output.request_id)
+            if call is None:
+                continue  # its caller has gone
+            call.inbox.append(output)
+            if output.finished:
+                del self._calls[output.request_id]
+
+    def _require_running(self) -> None:
+        if self._is_shut_down:
+            raise GaplessError("this LLM has been shut down; make a new one")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    """One ``generate`` or ``stream``: its requests and the updates it has not seen yet."""
+
+    request_ids: list[str] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    inbox: deque[RequestOutput] = field(default_factory=deque)
+
+
+_OPTIONS = tuple(
+    name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "progress", "unknown")
+)
+
+
+def _load(options: dict[str, Any], progress: Any) -> tuple[StepRunner, TokenizerLike | None, tuple[int, ...]]:
+    from gapless.config import EngineConfig
+    from gapless.engine.runner import build_runner
+    from gapless.models.registry import load_model
+
+    config = EngineConfig(**options)
+    loaded = load_model(config, progress)
+    return build_runner(config, loaded, progress), loaded.tokenizer, loaded.info.eos_token_ids
+
+
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    if not unknown:
+        return
+    name = next(iter(unknown))
+    close = difflib.get_close_matches(name, [*_OPTIONS, "progress"], n=3)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise ConfigError(f"LLM() has no option {name}={unknown[name]!r}{hint}")
+
+
+def _as_prompts(prompts: PromptLike | Seq[PromptLike]) -> list[PromptLike]:
+    """One prompt or many: a string, a mapping and a list of numbers are one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and not isinstance(items[0], str | Mapping | Seq):
+        return [items]
+    return items
+
+
+def _as_conversations(messages: Conversation | Seq[Conversation]) -> list[Any]:
+    items: list[Any] = list(messages)
+    return [items] if items and isinstance(items[0], Mapping) else items
+
+
+def _split_prompt(prompt: PromptLike) -> tuple[Any, str | None]:
+    """What the core takes (text or token ids), and the text that token ids came from."""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+    if unknown or not prompt:
+        raise RequestError(
+            f"prompt has the keys {sorted(map(str, prompt))}: give 'prompt' (text) or 'prompt_token_ids'"
+        )
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"'prompt' is {text!r}: must be a string")
+    return prompt.get("prompt_token_ids", text), text
+
+
+def _params_for(
+    prompts: Seq[PromptLike], sampling_params: SamplingParams | Seq[SamplingParams] | None
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        return [SamplingParams()] * len(prompts)
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * len(prompts)
+    params = list(sampling_params)
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or one for each"
+        )
+    return params
+
+
+def _failed(request_id: str, prompt: PromptLike, params: SamplingParams, error: str) -> RequestOutput:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text if isinstance(text, str) else None,
+        prompt_token_ids=(),
+        outputs=[
+            CompletionOutput(index=index, text="", token_ids=(), finish_reason="error", error=error)
+            for index in range(params.n if isinstance(params, SamplingParams) else 1)
+        ],
+    )
