@@ -76,7 +76,9 @@ class ProgramRecorder:
         spec = ResultSpec.of(name, result, self._device.torch_device)
         own_args = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         kept_args, kept_kwargs = pytree.tree_map_only(Tensor, self._keep, (args, kwargs))
-        kept_leaves = [leaf for leaf in pytree.tree_leaves((kept_args, kept_kwargs)) if isinstance(leaf, Tensor)]
+        kept_leaves = [
+            leaf for leaf in pytree.tree_leaves((kept_args, kept_kwargs)) if isinstance(leaf, Tensor)
+        ]
         self._device.begin_segment(self._pool)
         self._failed_break = None
 
@@ -86,7 +88,7 @@ class ProgramRecorder:
             name=name,
             structure=spec.structure,
             slots=[
-                None if slot is None else kept_by_id.get(id(slot), None) or self._device.alias(slot)
+                None if slot is None else kept_by_id.get(id(slot)) or self._device.alias(slot)
                 for slot in slots
             ],
         )

@@ -1,0 +1,138 @@
+"""Capturing a program as a transaction, and the pass that many captures share.
+
+``capture_program`` runs a callable once under recording and returns a replayable ``Program``, or raises one
+``CaptureError`` that says where and why, with everything as it was before. ``capture_pass`` holds what captures share:
+one process-wide lock, the device's long-lived stream, and the garbage collector kept from running finalizers (which
+may free device memory) in the middle of a capture. ``warm_up`` comes first, always: lazy compiles and library handles
+do not work under capture. Read ``breakable.py`` for how the program is put together.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from gapless.errors import CaptureError, ConfigError
+from gapless.graphs.breakable import ProgramRecorder, activate
+from gapless.graphs.device.base import GraphDevice, Pool
+from gapless.graphs.device.recorder import is_internal_file
+from gapless.graphs.modes import Strategy
+from gapless.graphs.program import Program
+
+T = TypeVar("T")
+
+
+def capture_program(
+    fn: Callable[[], T], *, device: GraphDevice, pool: Pool, strategy: Strategy
+) -> tuple[Program, T]:
+    """Record ``fn()`` into ``pool``; returns the program and what ``fn`` returned (static tensors of the pool).
+
+    ``fn`` must read its inputs from static tensors and have been warmed up. Outputs hold undefined values until the
+    first replay. Raises ``ConfigError`` for a strategy that is not captured this way, ``CaptureError`` when anything
+    fails; then nothing of the attempt is left and later captures work.
+    """
+    if strategy is Strategy.TC_PIECEWISE:
+        raise ConfigError("tc_piecewise is not available yet; use breakable, full or disabled")
+    if strategy is Strategy.DISABLED:
+        raise ConfigError("strategy disabled runs eagerly: there is nothing to capture")
+    recorder = ProgramRecorder(device, pool)
+    breaks_go_to = recorder if strategy is Strategy.BREAKABLE else None
+    with capture_pass(device), torch.no_grad():
+        random_state = torch.get_rng_state()  # segments replay during a breakable capture and may draw
+        try:
+            recorder.begin()
+            with activate(breaks_go_to):
+                outputs = fn()
+            return recorder.finish(), outputs
+        except BaseException as error:
+            recorder.abandon()
+            torch.set_rng_state(random_state)
+            if not isinstance(error, Exception):  # KeyboardInterrupt and the like pass through
+                raise
+            failure = CaptureError(_describe(error, recorder, device))
+            # The traceback's frames own the forward's tensors, which would pin pool memory while the error lives.
+            traceback.clear_frames(error.__traceback__)
+            raise failure from error
+
+
+@contextmanager
+def capture_pass(device: GraphDevice) -> Iterator[None]:
+    """Hold the process-wide capture lock, run on the capture stream, keep the collector off. Re-entrant per thread.
+
+    The collector runs once before and once after, not per capture (that costs ten times the start-up); whether it was
+    enabled before is restored in any case.
+    """
+    with _lock:
+        if _depth.value:
+            with _nested():
+                yield
+            return
+        was_enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            with _nested(), device.stream_scope():
+                yield
+        finally:
+            if was_enabled:
+                gc.enable()
+                gc.collect()
+
+
+def warm_up(fn: Callable[[], object], device: GraphDevice, times: int) -> None:
+    """Run ``fn`` on the capture stream so that everything lazy has happened, and wait for it to finish."""
+    with torch.no_grad(), device.stream_scope():
+        for _ in range(times):
+            fn()
+    device.synchronize()
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_lock = threading.RLock()
+_depth = _Depth()
+
+_HINTS = (
+    "a host read or synchronisation (.item(), .tolist(), .cpu(), boolean indexing, printing a tensor)",
+    "something done for the first time here (a kernel compile, a library handle): warm up the same code first",
+    "another thread using the device",
+    "tensors of another device, or host tensors copied to this one",
+)
+
+
+@contextmanager
+def _nested() -> Iterator[None]:
+    _depth.value += 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1
+
+
+def _describe(error: Exception, recorder: ProgramRecorder, device: GraphDevice) -> str:
+    last_op = device.last_op or "unknown"
+    reason = str(error) or type(error).__name__
+    if not isinstance(error, CaptureError):
+        reason = f"{type(error).__name__}: {reason}"
+    hints = "; ".join(f"({i}) {hint}" for i, hint in enumerate(_HINTS, 1))
+    return (
+        f"capture failed in segment {recorder.segment_index}: {reason}\n"
+        f"  last recorded op: {last_op}\n  source line: {_user_line(error)}\n  usual causes: {hints}"
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the error's traceback that belongs to the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not is_internal_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return "unknown"
