@@ -129,6 +129,13 @@ def requests_from_tokens(
     return tuple(sorted({_round_up(size, query_len) // query_len for size in values})), rounded
 
 
+def check_listed(phase: str, sizes: Sequence[int], max_size: int | None) -> None:
+    """Raise ``ConfigError`` for an impossible size and for a maximum that disagrees with the list."""
+    sizes_name = f"--cuda-graph-bs-{phase}"
+    values = _checked_sizes(sizes, sizes_name)
+    _check_maximum(values, max_size, sizes_name=sizes_name, max_name=f"--cuda-graph-max-bs-{phase}")
+
+
 def _ladder(
     steps: Iterator[int],
     *,
@@ -176,11 +183,7 @@ def _listed(
     max_name: str,
 ) -> Ladder:
     values = _checked_sizes(sizes, sizes_name)
-    if max_size is not None and max_size != values[-1]:
-        raise ConfigError(
-            f"{max_name}={max_size} disagrees with {sizes_name}, whose largest size is {values[-1]}; "
-            "a list sets its own maximum, so leave one of the two out"
-        )
+    _check_maximum(values, max_size, sizes_name=sizes_name, max_name=max_name)
     dropped: list[Dropped] = []
     kept: set[int] = set()
     for size in values:
@@ -199,6 +202,14 @@ def _listed(
             "list smaller sizes or disable graphs for this phase"
         )
     return Ladder(sizes=tuple(sorted(kept)), dropped=tuple(dropped), is_explicit=True)
+
+
+def _check_maximum(values: list[int], max_size: int | None, *, sizes_name: str, max_name: str) -> None:
+    if max_size is not None and max_size != values[-1]:
+        raise ConfigError(
+            f"{max_name}={max_size} disagrees with {sizes_name}, whose largest size is {values[-1]}; "
+            "a list sets its own maximum, so leave one of the two out"
+        )
 
 
 def _checked_sizes(sizes: Sequence[int], name: str) -> list[int]:

@@ -23,7 +23,14 @@ from gapless.graphs.capabilities import (
     GraphRequest,
 )
 from gapless.graphs.graph_plan import MODE_PHASES, PLANNED_PHASES, Decision, GraphPlan, PhasePlan
-from gapless.graphs.ladder import Dropped, Ladder, decode_ladder, prefill_ladder, requests_from_tokens
+from gapless.graphs.ladder import (
+    Dropped,
+    Ladder,
+    check_listed,
+    decode_ladder,
+    prefill_ladder,
+    requests_from_tokens,
+)
 from gapless.graphs.modes import AttentionSupport, GraphMode, Phase, RuntimeMode, Strategy
 
 __all__ = [
@@ -37,27 +44,29 @@ __all__ = [
     "GraphPlan",
     "GraphRequest",
     "PhasePlan",
+    "check_request",
     "resolve",
 ]
 
 
 def resolve(request: GraphRequest, capabilities: Capabilities) -> GraphPlan:
     """Decide the plan. Raises ``ConfigError`` for contradictions and for naming what cannot exist."""
-    _check(request, capabilities)
+    check_request(request)
+    _check_possible(request, capabilities)
     draft = _Draft(request=request, capabilities=capabilities)
     asked = _asked_modes(draft)
-    is_whole = _keep_graph_whole(draft, asked)
+    _keep_graph_whole(draft, asked)
     for phase in PLANNED_PHASES:
         draft.strategies[phase] = _strategy_for(draft, phase, asked[phase])
     for phase in PLANNED_PHASES:
-        _limit_by_support(draft, phase, is_whole=is_whole)
+        _limit_by_support(draft, phase)
     for phase in PLANNED_PHASES:
         _apply_rules(draft, phase)
     _raise_to_preferred(draft)
     _note_cascade(draft)
 
     prefill, decode = (draft.strategies[phase] for phase in PLANNED_PHASES)
-    shares = prefill is decode is Strategy.FULL and (request.mode is GraphMode.FULL or is_whole)
+    shares = prefill is decode is Strategy.FULL and draft.shares_if_full
     prefill_plan = PhasePlan(strategy=prefill, ladder=_prefill_sizes(draft, shares_graphs=shares))
     decode_plan = PhasePlan(strategy=decode, ladder=_decode_sizes(draft, shares_graphs=shares))
     _note_unused(draft)
@@ -73,6 +82,32 @@ def resolve(request: GraphRequest, capabilities: Capabilities) -> GraphPlan:
     )
 
 
+def check_request(request: GraphRequest) -> None:
+    """Raise ``ConfigError`` for options that contradict each other whatever the model, naming both sides."""
+    for phase in PLANNED_PHASES:
+        flag = _flag(request, phase)
+        if flag is None:
+            continue
+        named = f"{_FLAGS[phase]}={flag.value}"
+        if request.mode is not None and flag.runtime_mode is not MODE_PHASES[request.mode][phase]:
+            raise ConfigError(
+                f"{named} contradicts cudagraph_mode={request.mode.value}, which asks for "
+                f"{MODE_PHASES[request.mode][phase].name} in {phase}; give only one of the two"
+            )
+        if flag is Strategy.BREAKABLE and request.splitting_ops == ():
+            raise ConfigError(f"{named} cuts the graph at every break, but splitting_ops is empty; use full")
+        if flag is Strategy.TC_PIECEWISE and request.compile_mode == 0:
+            raise ConfigError(
+                f"{named} contradicts compilation mode 0 (no compile); give only one of the two"
+            )
+    if request.use_inductor_graph_partition and request.compile_mode == 0:
+        raise ConfigError("use_inductor_graph_partition contradicts compilation mode 0 (no compile)")
+    if request.prefill_sizes is not None:
+        check_listed("prefill", request.prefill_sizes, request.prefill_max)
+    if request.decode_sizes is not None:
+        check_listed("decode", request.decode_sizes, request.decode_max)
+
+
 _FLAGS = {Phase.PREFILL: "--cuda-graph-backend-prefill", Phase.DECODE: "--cuda-graph-backend-decode"}
 
 
@@ -86,6 +121,10 @@ class _Draft:
     decisions: list[Decision] = field(default_factory=list)
     rule_hit: set[Phase] = field(default_factory=set)
     """Phases that a rule of the table has switched off."""
+    is_whole: bool = False
+    """The graph may not be split."""
+    shares_if_full: bool = False
+    """One set of full graphs for both phases, if both end up full."""
 
     def flag(self, phase: Phase) -> Strategy | None:
         return _flag(self.request, phase)
@@ -108,50 +147,43 @@ def _flag(request: GraphRequest, phase: Phase) -> Strategy | None:
     return request.prefill if phase is Phase.PREFILL else request.decode
 
 
-def _check(request: GraphRequest, capabilities: Capabilities) -> None:
-    """Contradictions, and strategies named that this build or this model cannot have."""
+def _check_possible(request: GraphRequest, capabilities: Capabilities) -> None:
+    """Refuse what was named and cannot exist in this build or with this model."""
+    asked_compiler = "compilation mode 3 (piecewise compile)" if request.compile_mode == 3 else None
+    if request.use_inductor_graph_partition:
+        asked_compiler = "use_inductor_graph_partition"
     for phase in PLANNED_PHASES:
         flag = _flag(request, phase)
-        if flag is None:
-            continue
-        if request.mode is not None and flag.runtime_mode is not MODE_PHASES[request.mode][phase]:
-            raise ConfigError(
-                f"{_FLAGS[phase]}={flag.value} contradicts cudagraph_mode={request.mode.value}, which asks "
-                f"for {MODE_PHASES[request.mode][phase].name} in {phase}; give only one of the two"
-            )
         if flag is Strategy.TC_PIECEWISE:
-            _require_compiler(request, capabilities, f"{_FLAGS[phase]}=tc_piecewise")
-        elif flag not in capabilities.available_strategies:
+            asked_compiler = f"{_FLAGS[phase]}=tc_piecewise"
+        elif flag is not None and flag not in capabilities.available_strategies:
             raise ConfigError(f"{_FLAGS[phase]}={flag.value} is not available in this build")
-        if flag is Strategy.BREAKABLE and not capabilities.has_layer_split:
-            raise ConfigError(
-                f"{_FLAGS[phase]}=breakable needs a model with embed, layers and head, and this one has no "
-                f"such split; use {_FLAGS[phase]}=full or disabled"
-            )
-        if flag is Strategy.BREAKABLE and _whole_graph_reason(request, capabilities):
-            raise ConfigError(
-                f"{_FLAGS[phase]}=breakable cuts the graph at every break, but "
-                f"{_whole_graph_reason(request, capabilities)}; use {_FLAGS[phase]}=full"
-            )
-    if request.compile_mode == 3:
-        _require_compiler(request, capabilities, "compilation mode 3 (piecewise compile)")
-    if request.use_inductor_graph_partition:
-        _require_compiler(request, capabilities, "use_inductor_graph_partition")
-
-
-def _require_compiler(request: GraphRequest, capabilities: Capabilities, asked: str) -> None:
-    if Strategy.TC_PIECEWISE not in capabilities.available_strategies:
+        if flag is Strategy.BREAKABLE:
+            _check_breakable(f"{_FLAGS[phase]}=breakable", capabilities)
+    if asked_compiler and Strategy.TC_PIECEWISE not in capabilities.available_strategies:
         raise ConfigError(
-            f"{asked}: tc_piecewise is not available in this build; use breakable, full or disabled"
+            f"{asked_compiler}: tc_piecewise is not available in this build; use breakable, full or disabled"
         )
-    if request.compile_mode == 0:
-        raise ConfigError(f"{asked} contradicts compilation mode 0 (no compile); give only one of the two")
+
+
+def _check_breakable(asked: str, capabilities: Capabilities) -> None:
+    if not capabilities.has_layer_split:
+        raise ConfigError(
+            f"{asked} needs a model with embed, layers and head, and this one has no such split; use full or "
+            "disabled"
+        )
+    if capabilities.whole_graph_passes:
+        raise ConfigError(
+            f"{asked} cuts the graph at every break, but the pass "
+            f"{', '.join(capabilities.whole_graph_passes)} needs the whole graph; use full"
+        )
 
 
 def _asked_modes(draft: _Draft) -> dict[Phase, RuntimeMode]:
     request, capabilities = draft.request, draft.capabilities
     auto = GraphMode.PIECEWISE if capabilities.is_pooling else GraphMode.FULL_AND_PIECEWISE
     mode = request.mode or auto
+    draft.shares_if_full = request.mode is GraphMode.FULL
     asked = {}
     for phase in PLANNED_PHASES:
         flag = draft.flag(phase)
@@ -162,25 +194,18 @@ def _asked_modes(draft: _Draft) -> dict[Phase, RuntimeMode]:
     return asked
 
 
-def _whole_graph_reason(request: GraphRequest, capabilities: Capabilities) -> str | None:
-    if request.splitting_ops == ():
-        return "splitting_ops is empty"
-    if capabilities.whole_graph_passes:
-        return f"the pass {', '.join(capabilities.whole_graph_passes)} needs the whole graph"
-    return None
-
-
-def _keep_graph_whole(draft: _Draft, asked: dict[Phase, RuntimeMode]) -> bool:
-    """Without splits there is nothing piecewise: what was asked as P becomes full. True if that rule
-    holds."""
-    reason = _whole_graph_reason(draft.request, draft.capabilities)
-    if reason is None:
-        return False
+def _keep_graph_whole(draft: _Draft, asked: dict[Phase, RuntimeMode]) -> None:
+    """Without splits there is nothing piecewise: what was asked as P becomes full."""
+    passes = draft.capabilities.whole_graph_passes
+    if draft.request.splitting_ops != () and not passes:
+        return
+    draft.is_whole = True
+    reason = f"the pass {', '.join(passes)} needs the whole graph" if passes else "splitting_ops is empty"
     for phase in PLANNED_PHASES:
         if asked[phase] is RuntimeMode.PIECEWISE:
             draft.note("whole_graph", phase, "PIECEWISE", "FULL", reason)
             asked[phase] = RuntimeMode.FULL
-    return True
+            draft.shares_if_full = True
 
 
 def _strategy_for(draft: _Draft, phase: Phase, mode: RuntimeMode) -> Strategy:
@@ -213,7 +238,7 @@ def _piecewise(request: GraphRequest, capabilities: Capabilities) -> tuple[Strat
     )
 
 
-def _limit_by_support(draft: _Draft, phase: Phase, *, is_whole: bool) -> None:
+def _limit_by_support(draft: _Draft, phase: Phase) -> None:
     if draft.strategies[phase] is not Strategy.FULL:
         return
     support = draft.capabilities.support
@@ -229,7 +254,7 @@ def _limit_by_support(draft: _Draft, phase: Phase, *, is_whole: bool) -> None:
     reason = f"attention backend {weakest.name} supports {support.name}"
     if phase is Phase.DECODE and query_len > 1:
         reason += f", and decode steps have {query_len} tokens"
-    if is_whole:
+    if draft.is_whole:
         draft.change("attention_support", phase, Strategy.DISABLED, f"{reason}; the graph may not be split")
         return
     piecewise, why = _piecewise(draft.request, draft.capabilities)

@@ -1,0 +1,184 @@
+"""What the engine knows of language models that the graph planner must be told: rules, caps and features.
+
+``RULES`` is the table of features that switch piecewise or breakable graphs off by themselves: *hard* rules
+always hold, *soft* ones yield when the user names a backend or a mode. Features this engine lacks stand in it
+too, so that the plan of a configuration can be asked for (``gapless inspect --feature``) before the feature
+exists; running with one is refused. ``capabilities_for`` puts the facts of model, attention and device
+together. Read ``graphs/plan.py`` next.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from gapless.attention.registry import get_backend_support
+from gapless.errors import ConfigError
+from gapless.graphs.capabilities import (
+    AVAILABLE_STRATEGIES,
+    HARDWARE_RULE,
+    AutoDisableRule,
+    BackendSupport,
+    Capabilities,
+)
+from gapless.graphs.modes import Phase, Strategy
+
+if TYPE_CHECKING:
+    from gapless.models.base import ModelInfo
+
+
+class Feature(enum.StrEnum):
+    """What a configuration may use that graphs have to know about."""
+
+    HARDWARE_WITHOUT_GRAPHS = HARDWARE_RULE.feature
+    PIPELINE_PARALLEL = "pipeline_parallel"
+    MOE_ALL_TO_ALL = "moe_all_to_all"
+    DENIED_ARCHITECTURE = "denied_architecture"
+    SPECULATIVE_DECODING = "speculative_decoding"
+    DATA_PARALLEL_ATTENTION = "data_parallel_attention"
+    LORA = "lora"
+    MULTIMODAL = "multimodal"
+    DIFFUSION_LM = "diffusion_lm"
+    DETERMINISTIC_INFERENCE = "deterministic_inference"
+    DISAGGREGATION = "disaggregation"
+    EXPERT_RECORDER = "expert_recorder"
+    EXPERT_LOAD_BALANCING = "expert_load_balancing"
+
+
+ENGINE_FEATURES: frozenset[Feature] = frozenset(
+    {Feature.HARDWARE_WITHOUT_GRAPHS, Feature.DENIED_ARCHITECTURE}
+)
+"""Features a running engine may have. The two are facts of the device and the model, not something to switch
+on.
+"""
+
+DENIED_ARCHITECTURES = frozenset({"DeepseekV32ForCausalLM"})
+"""Architectures whose forward piecewise graphs are known to get wrong."""
+
+MULTIMODAL_ALLOWED: frozenset[str] = frozenset()
+"""Multimodal architectures whose decoder is tested with prefill graphs."""
+
+MLA_PREFILL_CAP = 2048
+LLAMA_2_PREFILL_CAP = 4096
+
+_PIECEWISE = frozenset({Strategy.TC_PIECEWISE, Strategy.BREAKABLE})
+_PREFILL = frozenset({Phase.PREFILL})
+_BOTH = frozenset({Phase.PREFILL, Phase.DECODE})
+
+
+def _soft(feature: Feature, reason: str) -> AutoDisableRule:
+    return AutoDisableRule(
+        feature=feature, strategies=_PIECEWISE, phases=_PREFILL, is_hard=False, reason=reason
+    )
+
+
+def _hard(feature: Feature, reason: str) -> AutoDisableRule:
+    return AutoDisableRule(feature=feature, strategies=_PIECEWISE, phases=_BOTH, is_hard=True, reason=reason)
+
+
+RULES: tuple[AutoDisableRule, ...] = (
+    HARDWARE_RULE,
+    _hard(Feature.PIPELINE_PARALLEL, "tensors pass between pipeline stages in the middle of a step"),
+    _hard(Feature.MOE_ALL_TO_ALL, "the exchange between experts sizes its buffers on the host, per step"),
+    _soft(Feature.DENIED_ARCHITECTURE, "the architecture is on the deny list"),
+    _soft(Feature.SPECULATIVE_DECODING, "draft and target steps have not been tested with prefill graphs"),
+    _soft(Feature.DATA_PARALLEL_ATTENTION, "ranks would have to agree on a size before every step"),
+    _soft(Feature.LORA, "adapters change which kernels a prefill step runs"),
+    _soft(Feature.MULTIMODAL, "the model takes images and is not on the list of tested ones"),
+    _soft(Feature.DIFFUSION_LM, "a diffusion step rewrites tokens that prefill graphs treat as final"),
+    _soft(
+        Feature.DETERMINISTIC_INFERENCE, "padding to a bucket may choose another kernel than the exact size"
+    ),
+    _soft(Feature.DISAGGREGATION, "a prefill worker sends its cache away between layers"),
+    _soft(Feature.EXPERT_RECORDER, "the recorder reads the routing of every layer on the host"),
+    _soft(Feature.EXPERT_LOAD_BALANCING, "experts move between ranks while the server runs"),
+)
+
+
+def parse_features(names: Iterable[str]) -> frozenset[Feature]:
+    """Names as ``--feature`` takes them. Raises ``ConfigError`` listing what exists."""
+    features = set()
+    for name in names:
+        try:
+            features.add(Feature(name))
+        except ValueError:
+            raise ConfigError(f"unknown feature {name!r}; known: {', '.join(Feature)}") from None
+    return frozenset(features)
+
+
+def refuse_missing_features(features: Iterable[Feature]) -> None:
+    """Raise ``ConfigError`` for features that the planner knows and this engine does not have."""
+    missing = sorted(set(features) - ENGINE_FEATURES)
+    if missing:
+        raise ConfigError(
+            f"this engine has no {', '.join(missing)}; `gapless inspect --feature {missing[0]}` shows what "
+            "the plan would be"
+        )
+
+
+def model_features(architecture: str, *, is_multimodal: bool = False) -> frozenset[Feature]:
+    """Features that follow from the model alone."""
+    features = set()
+    if architecture in DENIED_ARCHITECTURES:
+        features.add(Feature.DENIED_ARCHITECTURE)
+    if is_multimodal and architecture not in MULTIMODAL_ALLOWED:
+        features.add(Feature.MULTIMODAL)
+    return frozenset(features)
+
+
+def is_llama_2(info: ModelInfo) -> bool:
+    """Llama 2 and its fine-tunes, by what sets them apart: 4096 positions and 32000 tokens (padded or plus a
+    few).
+    """
+    return (
+        info.architecture == "LlamaForCausalLM"
+        and info.max_model_len == 4096
+        and 32000 <= info.vocab_size <= 32064
+    )
+
+
+def prefill_max_cap(info: ModelInfo, *, is_mla: bool = False) -> int | None:
+    """The cap on the default prefill maximum of this model; None where there is none."""
+    if is_mla:
+        return MLA_PREFILL_CAP
+    return LLAMA_2_PREFILL_CAP if is_llama_2(info) else None
+
+
+def capabilities_for(
+    info: ModelInfo,
+    *,
+    attention: Iterable[str | BackendSupport],
+    supports_graphs: bool,
+    max_running_requests: int,
+    chunked_prefill_size: int,
+    max_total_tokens: int | None = None,
+    has_layer_split: bool = True,
+    is_mla: bool = False,
+    is_multimodal: bool = False,
+    is_pooling: bool = False,
+    uses_cascade: bool = False,
+    uniform_query_len: int = 1,
+    features: Iterable[Feature] = (),
+    available_strategies: frozenset[Strategy] = AVAILABLE_STRATEGIES,
+) -> Capabilities:
+    """Everything ``resolve()`` has to know. ``attention``: names (looked up in the registry) or support as
+    data.
+    """
+    backends = (get_backend_support(item) if isinstance(item, str) else item for item in attention)
+    active = frozenset(features) | model_features(info.architecture, is_multimodal=is_multimodal)
+    return Capabilities(
+        attention=tuple(backends),
+        max_reqs=max_running_requests,
+        chunked_prefill_size=chunked_prefill_size,
+        supports_graphs=supports_graphs,
+        has_layer_split=has_layer_split,
+        available_strategies=available_strategies,
+        uniform_query_len=uniform_query_len,
+        is_pooling=is_pooling,
+        uses_cascade=uses_cascade,
+        features=active,
+        rules=RULES,
+        max_total_tokens=max_total_tokens,
+        prefill_max_cap=prefill_max_cap(info, is_mla=is_mla),
+    )

@@ -1,0 +1,67 @@
+"""The only reader of environment variables: what each may say, as one typed object.
+
+Configuration belongs on the command line or in Python; the environment keeps what must hold before either
+exists (logging) or what no user should turn by accident (forcing graphs in tests). A value that cannot be
+understood is an error, because a typo that silently means "off" is worse than no start. Read ``config.py``
+for the options proper.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gapless.errors import ConfigError
+
+LOGGING_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_BOOLS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Env:
+    """What the environment says. An unset or empty variable has its default."""
+
+    logging_level: str = "INFO"
+    """``GAPLESS_LOGGING_LEVEL``: one of ``LOGGING_LEVELS``, in any case."""
+    force_graphs: bool = False
+    """``GAPLESS_FORCE_GRAPHS``: ``tc_piecewise`` ignores even the hard rules (tests only)."""
+    vit_enable_cuda_graph: bool = False
+    """``GAPLESS_VIT_ENABLE_CUDA_GRAPH``: graphs for the vision encoder."""
+    soak: bool = False
+    """``GAPLESS_SOAK``: run the long random tests too."""
+
+
+def read_env(environ: Mapping[str, str] | None = None) -> Env:
+    """Read ``environ`` (default: this process's). Raises ``ConfigError`` naming variable and values."""
+    values = os.environ if environ is None else environ
+    return Env(
+        logging_level=_logging_level(values),
+        force_graphs=_bool(values, "GAPLESS_FORCE_GRAPHS"),
+        vit_enable_cuda_graph=_bool(values, "GAPLESS_VIT_ENABLE_CUDA_GRAPH"),
+        soak=_bool(values, "GAPLESS_SOAK"),
+    )
+
+
+def _logging_level(values: Mapping[str, str]) -> str:
+    text = values.get("GAPLESS_LOGGING_LEVEL", "").strip()
+    if text and text.upper() not in LOGGING_LEVELS:
+        raise ConfigError(f"GAPLESS_LOGGING_LEVEL={text}: must be one of {', '.join(LOGGING_LEVELS)}")
+    return text.upper() or Env().logging_level
+
+
+def _bool(values: Mapping[str, str], name: str) -> bool:
+    text = values.get(name, "").strip()
+    if text and text.lower() not in _BOOLS:
+        raise ConfigError(f"{name}={text}: must be 1 or 0 (also true/false, yes/no, on/off)")
+    return _BOOLS.get(text.lower(), False)
