@@ -1,0 +1,201 @@
+"""The one decoder: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 differ only in ``DecoderConfig``.
+
+``embed`` → ``layers`` → ``head`` is the split the graph runtime builds on: a breakable graph holds ``layers``
+only. Tokens of all requests lie in one row without a batch dimension; who belongs to whom is known to
+attention alone. Invariant: the forward allocates from, reads and writes tensors only; no host read, no
+attribute write, no branch on data. ``T`` tokens, ``E`` hidden size, ``H``/``K`` query/key-value heads, ``D``
+head size, ``R`` sampled rows, ``V`` vocabulary, ``F`` = D/2. Read ``config.py`` for what is accepted and
+``layers.py`` for the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gapless.attention.base import Attention
+from gapless.models.base import ModelInfo
+from gapless.models.config import DecoderConfig
+from gapless.models.layers import HeadNorm, MergedLinear, Placement, RMSNorm, WeightTarget, linear_weight
+from gapless.models.rope import rope_table, rotate
+
+
+class Decoder(nn.Module):
+    """A causal language model with empty parameters; a loader fills ``weight_targets()``.
+
+    ``max_model_len`` is the number of positions the rotary table covers; positions beyond it are the caller's
+    error.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        placement = Placement(dtype=dtype, device=device)
+        self.config = config
+        self.info = ModelInfo(
+            architecture=config.architecture,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self.embedding = linear_weight(config.vocab_size, config.hidden_size, placement=placement)
+        blocks = [DecoderLayer(config, layer_index=i, placement=placement) for i in range(config.num_layers)]
+        self.blocks = cast("Sequence[DecoderLayer]", nn.ModuleList(blocks))
+        self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
+        self.lm_head = (
+            self.embedding
+            if config.tie_word_embeddings
+            else linear_weight(config.vocab_size, config.hidden_size, placement=placement)
+        )
+        self.rope_P2F: Tensor
+        table_P2F = rope_table(config.rope, max_positions=max_model_len, dtype=dtype, device=device)
+        self.register_buffer("rope_P2F", table_P2F, persistent=False)
+        self.eval()
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """``[T] -> [T, E]``."""
+        return F.embedding(input_ids_T, self.embedding)
+
+    def layers(self, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
+        """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``."""
+        cos_T1F, sin_T1F = self.rope_P2F.index_select(0, positions_T).split(1, dim=1)
+        for block in self.blocks:
+            hidden_TE = block(hidden_TE, cos_T1F, sin_T1F)
+        return self.final_norm(hidden_TE)
+
+    def head(self, hidden_RE: Tensor) -> Tensor:
+        """``[R, E] -> [R, V]`` float32 logits."""
+        return F.linear(hidden_RE, self.lm_head).float()
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Logits of every token; the engine calls the three parts instead."""
+        return self.head(self.layers(self.embed(input_ids_T), positions_T))
+
+    def attention_layers(self) -> list[Attention]:
+        """The ``Attention`` modules in layer order."""
+        return [block.attention.core for block in self.blocks]
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        """Checkpoint tensor name (Hugging Face naming) → where it goes. A tied head has no entry of its
+        own."""
+        shape = tuple(self.embedding.shape)
+        targets = {"model.embed_tokens.weight": WeightTarget(tensor=self.embedding, shape=shape)}
+        for index, block in enumerate(self.blocks):
+            targets.update(block.targets(f"model.layers.{index}"))
+        targets.update(self.final_norm.targets("model.norm"))
+        if self.lm_head is not self.embedding:
+            targets["lm_head.weight"] = WeightTarget(tensor=self.lm_head, shape=shape)
+        return targets
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attention, norm, gated feed-forward, each around a residual."""
+
+    def __init__(self, config: DecoderConfig, *, layer_index: int, placement: Placement) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
+        self.attention = DecoderAttention(config, layer_index=layer_index, placement=placement)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
+        self.mlp = GatedMLP(config, placement=placement)
+
+    def forward(self, hidden_TE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+        hidden_TE = hidden_TE + self.attention(self.attention_norm(hidden_TE), cos_T1F, sin_T1F)
+        return hidden_TE + self.mlp(self.mlp_norm(hidden_TE))
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return {
+            **dict(self.attention_norm.targets(f"{prefix}.input_layernorm")),
+            **self.attention.targets(f"{prefix}.self_attn"),
+            **dict(self.mlp_norm.targets(f"{prefix}.post_attention_layernorm")),
+            **self.mlp.targets(f"{prefix}.mlp"),
+        }
+
+
+class DecoderAttention(nn.Module):
+    """Merged q/k/v projection, optional head norms, rotation of q and k in one pass, paged attention,
+    output."""
+
+    def __init__(self, config: DecoderConfig, *, layer_index: int, placement: Placement) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_size = config.head_size
+        query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.qkv = MergedLinear(
+            config.hidden_size,
+            (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size)),
+            bias=config.qkv_bias,
+            placement=placement,
+        )
+        self.head_norm = (
+            HeadNorm(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                eps=config.rms_norm_eps,
+                placement=placement,
+            )
+            if config.qk_norm
+            else None
+        )
+        self.core = Attention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            scale=config.head_size**-0.5,
+            window=config.windows[layer_index],
+            layer_index=layer_index,
+        )
+        self.out = MergedLinear(
+            query_size, (("o_proj", config.hidden_size),), bias=config.o_bias, placement=placement
+        )
+
+    def forward(self, hidden_TE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+        heads_TGD = self.qkv(hidden_TE).unflatten(1, (-1, self.head_size))  # G = H + 2K
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated_TGD = heads_TGD[:, :num_rotated]
+        if self.head_norm is not None:
+            rotated_TGD = self.head_norm(rotated_TGD)
+        rotated_TGD = rotate(rotated_TGD, cos_T1F, sin_T1F)
+        out_THD = self.core(
+            rotated_TGD[:, : self.num_heads], rotated_TGD[:, self.num_heads :], heads_TGD[:, num_rotated:]
+        )
+        return self.out(out_THD.flatten(1))
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+        norms = {} if self.head_norm is None else dict(self.head_norm.targets(prefix))
+        return {**dict(self.qkv.targets(prefix)), **norms, **dict(self.out.targets(prefix))}
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with gate and up in one product."""
+
+    def __init__(self, config: DecoderConfig, *, placement: Placement) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up = MergedLinear(
+            config.hidden_size,
+            (("gate_proj", size), ("up_proj", size)),
+            bias=config.mlp_bias,
+            placement=placement,
+        )
+        self.down = MergedLinear(
+            size, (("down_proj", config.hidden_size),), bias=config.mlp_bias, placement=placement
+        )
+
+    def forward(self, hidden_TE: Tensor) -> Tensor:
+        gate, up = self.gate_up(hidden_TE).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+        return {**dict(self.gate_up.targets(prefix)), **dict(self.down.targets(prefix))}

@@ -1,0 +1,39 @@
+"""Random weights for ``load_format="dummy"``: to measure and test a model's shapes without its checkpoint.
+
+Values are drawn on the target device from one seeded generator in the order of the checkpoint's names, so the
+same seed, shape, dtype and kind of device give the same model. Matrices are small enough that logits of deep
+models stay finite; norms are 1, so activations keep their scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gapless.models.decoder import Decoder
+
+_STD = 0.02
+
+
+def fill_dummy_weights(
+    model: Decoder, *, seed: int, progress: Callable[[str, int, int], None] | None = None
+) -> None:
+    """Overwrite every weight of ``model``: norms with 1, the rest with normal values of deviation 0.02."""
+    targets = model.weight_targets()
+    device = model.embedding.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for done, (name, target) in enumerate(targets.items(), start=1):
+        if name.endswith("norm.weight"):
+            target.tensor.fill_(1.0)
+        else:
+            target.tensor.copy_(_normal(target.shape, target.tensor, generator))
+        if progress is not None:
+            progress("weights", done, len(targets))
+
+
+def _normal(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    # A fresh contiguous tensor: filling a strided view in place would make values depend on the memory
+    # layout.
+    values = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return values.normal_(0.0, _STD, generator=generator)

