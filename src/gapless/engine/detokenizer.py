@@ -20,6 +20,8 @@ _HARD_WINDOW = 64
 """The window moves on here even where no good place was seen (only special tokens, or only broken bytes)."""
 _MAX_CHARACTER_TOKENS = 4
 """UTF-8 characters have at most 4 bytes, and a token holds at least one byte of an unfinished one."""
+_MAX_BLOCK = 32
+"""Tokens decoded at once when many are new (text made only at the end)."""
 
 
 class TokenizerLike(Protocol):
@@ -50,47 +52,75 @@ class Detokenizer:
         self._start = max(0, num_prompt_tokens - _PROMPT_CONTEXT)
         self._read = num_prompt_tokens
         self._clean = num_prompt_tokens  # where the text last ended in whole characters
-        self._num_emitted = len(self._decode(num_prompt_tokens)) if num_prompt_tokens else 0
+        self._emitted = self._decode(self._start, self._read)  # of the window's text
 
     def advance(self, end: int) -> str:
         """Text that tokens up to position ``end`` (exclusive) add to what has been returned so far."""
-        if end <= self._read:
-            return ""
-        self._read = end
-        text = self._decode(end)
-        num_final = len(text.rstrip(_REPLACEMENT))
-        if num_final < len(text) and end - self._clean >= _MAX_CHARACTER_TOKENS:
-            num_final = (
-                len(text) - 1
-            )  # no character is this long: only the last byte group can still be completed
-        piece = text[self._num_emitted : num_final]
-        self._num_emitted = max(self._num_emitted, num_final)
-        self._move_window(end, num_held=len(text) - num_final)
-        return piece
+        pieces = []
+        while self._read < end:
+            piece = self._take_block(min(end, self._read + _MAX_BLOCK))
+            pieces.append(self._take_token() if piece is None else piece)
+        return "".join(pieces)
 
     def flush(self) -> str:
         """What was held back for bytes that never came."""
-        text = self._decode(self._read)
-        piece = text[self._num_emitted :]
-        self._num_emitted = max(self._num_emitted, len(text))
+        text = self._window_text(self._read)
+        piece = text[len(self._emitted) :]
+        self._emitted = text
         return piece
 
-    def _move_window(self, end: int, *, num_held: int) -> None:
-        """Start the window at the clean place before ``end``: it holds at least one token, for a leading
-        space."""
-        if end - self._start > _MAX_WINDOW:
-            is_forced = end - self._start > _HARD_WINDOW
-            start = self._clean if num_held == 0 else end - 2 * _MAX_CHARACTER_TOKENS
-            if num_held == 0 or is_forced:
-                context = self._tokenizer.decode(
-                    self._token_ids[start:end], skip_special_tokens=self._skip_special
-                )
-                if context or is_forced:
-                    self._start, self._num_emitted = start, max(0, len(context) - num_held)
+    def _take_block(self, end: int) -> str | None:
+        """Many tokens in one go, up to a place near ``end`` where characters are whole. None: go token by
+        token."""
+        for cut in range(end, max(self._read + 1, end - _MAX_CHARACTER_TOKENS), -1):
+            text = self._decode(self._start, cut)
+            if text.startswith(self._emitted) and _REPLACEMENT not in text[len(self._emitted) :]:
+                return self._emit(text, cut, num_final=len(text))
+        return None
+
+    def _take_token(self) -> str:
+        end = self._read + 1
+        text = self._window_text(end)
+        num_final = len(text.rstrip(_REPLACEMENT))
+        if num_final < len(text) and end - self._clean >= _MAX_CHARACTER_TOKENS:
+            num_final = len(text) - 1  # no character is this long: only the last byte can still be completed
+        return self._emit(text, end, num_final=num_final)
+
+    def _window_text(self, end: int) -> str:
+        """The window's text, beginning with what was emitted.
+
+        The decoders of byte-fallback tokenizers turn a whole run of byte tokens into U+FFFD when any of it is
+        unreadable, whole characters that were emitted before included. Then only what follows those counts.
+        """
+        text = self._decode(self._start, end)
+        if not text.startswith(self._emitted):
+            self._start, self._emitted = self._clean, ""
+            text = self._decode(self._start, end)
+        return text
+
+    def _emit(self, text: str, end: int, *, num_final: int) -> str:
+        piece = text[len(self._emitted) : num_final]
+        self._read = end
+        self._emitted = text[: max(num_final, len(self._emitted))]
+        num_held = len(text) - len(self._emitted)
+        self._move_window(num_held)
         if num_held == 0:
             self._clean = end
+        return piece
 
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(
-            self._token_ids[self._start : end], skip_special_tokens=self._skip_special
-        )
+    def _move_window(self, num_held: int) -> None:
+        """Start it at the last clean place before its end: it holds at least one token, for a leading
+        space."""
+        length = self._read - self._start
+        is_forced = length > _HARD_WINDOW
+        if length <= _MAX_WINDOW or (num_held and not is_forced):
+            return
+        start = self._clean
+        if num_held:  # nothing but broken bytes for long: call it clean, the cut may fall into a character
+            start, self._clean = self._read - 2 * _MAX_CHARACTER_TOKENS, self._read
+        text = self._decode(start, self._read)
+        if text or is_forced:
+            self._start, self._emitted = start, text[: max(0, len(text) - num_held)]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=self._skip_special)

@@ -1,9 +1,9 @@
 """A runner without a model whose tokens prove that the engine's bookkeeping is right.
 
-``PagedFakeRunner`` keeps a paged "cache" of token ids. It writes each scheduled token into the slot its block table
-names and draws the next token as a hash of *everything it reads back through that table*. A wrong, shared or reused
-block, a skipped or repeated chunk: each changes what is read and fails an assertion, and every drawn token can be
-predicted from the prompt alone (``expected_tokens``).
+``PagedFakeRunner`` keeps a paged "cache" of token ids. It writes each scheduled token into the slot its block
+table names and draws the next token as a hash of *everything it reads back through that table*. A wrong,
+shared or reused block, a skipped or repeated chunk: each changes what is read and fails an assertion, and
+every drawn token can be predicted from the prompt alone (``expected_tokens``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def expected_tokens(prompt: list[int], *, num_tokens: int, vocab_size: int) -> l
 
 
 class PagedFakeRunner:
-    """See the module. ``before_execute(batch)`` runs first and may raise or abort; ``banned_seen`` records bans."""
+    """See the module. ``before_execute(batch)`` runs first and may raise or abort; ``banned_seen`` records
+    bans."""
 
     def __init__(
         self,
@@ -90,7 +91,9 @@ def check_batch(batch: ScheduledBatch, runner: PagedFakeRunner) -> None:
     assert batch.entries
     assert batch.num_reqs <= runner.max_num_reqs
     assert batch.num_tokens <= runner.max_num_batched_tokens
-    assert len({id(entry.sequence) for entry in batch.entries}) == batch.num_reqs, "a sequence twice in one step"
+    assert len({id(entry.sequence) for entry in batch.entries}) == batch.num_reqs, (
+        "a sequence twice in one step"
+    )
     is_decode = [entry.is_decode for entry in batch.entries]
     assert is_decode == sorted(is_decode, reverse=True), "decodes come first"
     used: set[int] = set()
