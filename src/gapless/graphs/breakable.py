@@ -1,11 +1,11 @@
-"""Breaks: ``eager_break`` marks a function that must not be captured, and the recorder cuts the capture there.
+"""Breaks: ``eager_break`` marks a function that must not be captured; the recorder cuts the capture there.
 
-Outside a breakable capture a marked function is called straight through. Inside one the recorder ends the segment,
-replays it (so that the body sees real data), runs the body eagerly, and begins the next segment. At replay the body
-runs again on the captured arguments; what changes from step to step it reads from the forward context.
-Invariant: arguments that live in the graph pool are kept as non-owning aliases (the segment before the break writes
-them at every replay, and the pool is owned by its store), everything else is owned by the program.
-Read ``handoff.py`` for returned tensors, ``capture.py`` for the transaction around it all.
+Outside a breakable capture a marked function is called straight through. Inside one the recorder ends the
+segment, replays it (so that the body sees real data), runs the body eagerly, and begins the next segment. At
+replay the body runs again on the captured arguments; what changes from step to step it reads from the forward
+context. Invariant: arguments that live in the graph pool are kept as non-owning aliases (the segment before
+the break writes them at every replay, and the pool is owned by its store), everything else is owned by the
+program. Read ``handoff.py`` for returned tensors, ``capture.py`` for the transaction around it all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import GraphError
 from gapless.graphs.device.base import GraphDevice, Pool
-from gapless.graphs.handoff import Handoff, ResultSpec, make_slots
+from gapless.graphs.handoff import Handoff, ResultSpec, make_slot
 from gapless.graphs.program import EagerStep, Program
 
 P = ParamSpec("P")
@@ -31,9 +31,9 @@ R = TypeVar("R")
 def eager_break(fn: Callable[P, R]) -> Callable[P, R]:
     """Make ``fn`` a break point of breakable captures.
 
-    ``fn`` may return tensors, ``None``, or tuples, lists and dicts of them, with one shape per captured size; during
-    a breakable capture the caller gets slots that hold copies. Tensors that ``fn`` writes into need no copy. A break
-    called from another break's body runs inline. Full captures record ``fn`` like any other code.
+    ``fn`` may return tensors, ``None``, or tuples, lists and dicts of them, with one shape per captured size;
+    during a breakable capture the caller gets slots that hold copies. Tensors that ``fn`` writes into need no
+    copy. A break called from another break's body runs inline. Full captures record ``fn`` like other code.
     """
 
     @functools.wraps(fn)
@@ -52,81 +52,106 @@ class ProgramRecorder:
     def __init__(self, device: GraphDevice, pool: Pool) -> None:
         self._device, self._pool = device, pool
         self._program = Program()
-        self._pending: Callable[[], None] | None = None
-        self._failed_break: str | None = None
+        self._num_ended = 0
+        self._fill_slots: Callable[[], None] | None = None
+        self._broken_at: str | None = None
 
     @property
     def segment_index(self) -> int:
-        """Number of segments ended so far (empty ones included): the index of the one being recorded."""
+        """Index of the segment being recorded (empty segments count)."""
         return self._num_ended
-
-    _num_ended = 0
 
     def begin(self) -> None:
         self._device.begin_segment(self._pool)
 
     def run_break(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End the segment, run ``body`` on real data, begin the next one; returns slots for its results."""
         name = f"{body.__module__}.{body.__qualname__}"
-        if self._failed_break is not None:
-            raise GraphError(f"break {name} was reached after break {self._failed_break} had raised")
-        self._end_segment(is_last=False)
-        self._failed_break = name
+        if self._broken_at is not None:
+            raise GraphError(f"break {name} was reached after break {self._broken_at} had raised")
+        self._end_and_replay()
+        self._broken_at = name  # until the next segment is open; an exception below leaves it set
         with activate(None):
             result = body(*args, **kwargs)
         spec = ResultSpec.of(name, result, self._device.torch_device)
-        own_args = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        kept_args, kept_kwargs = pytree.tree_map_only(Tensor, self._keep, (args, kwargs))
-        kept_leaves = [
-            leaf for leaf in pytree.tree_leaves((kept_args, kept_kwargs)) if isinstance(leaf, Tensor)
-        ]
+        kept = _KeptArguments(args, kwargs, keep=self._keep)
         self._device.begin_segment(self._pool)
-        self._failed_break = None
+        self._broken_at = None
 
-        slots = make_slots(spec, lambda leaf: any(leaf is arg for arg in own_args))
-        kept_by_id = {id(arg): kept for arg, kept in zip(own_args, kept_leaves, strict=True)}
+        # A body that hands back one of its own arguments needs no slot: the forward has that tensor already.
+        is_argument = [leaf is not None and kept.has(leaf) for leaf in spec.leaves]
+        slots = [
+            leaf if leaf is None or is_kept else make_slot(leaf)
+            for leaf, is_kept in zip(spec.leaves, is_argument, strict=True)
+        ]
         handoff = Handoff(
             name=name,
             structure=spec.structure,
-            slots=[
-                None if slot is None else kept_by_id.get(id(slot)) or self._device.alias(slot)
-                for slot in slots
-            ],
+            slots=[slot if slot is None else self._kept_slot(slot, kept) for slot in slots],
+            is_argument=is_argument,
         )
-        self._program.add_eager(
-            EagerStep(name=name, body=body, args=kept_args, kwargs=kept_kwargs, handoff=handoff)
-        )
-        # The stream is capturing now, so the copy waits until just before this segment's first replay.
-        self._pending = functools.partial(handoff.fill, _as_kept(result, kept_by_id))
+        step = EagerStep(name=name, body=body, args=kept.args, kwargs=kept.kwargs, handoff=handoff)
+        self._program.add_eager(step)
+        # Recording is on again, so this copy waits until just before the new segment is replayed.
+        self._fill_slots = functools.partial(handoff.fill, kept.substitute(result))
         return pytree.tree_unflatten(slots, spec.structure)
 
     def finish(self) -> Program:
-        if self._failed_break is not None:
-            raise GraphError(
-                f"break {self._failed_break} raised and the forward went on; its capture cannot be completed"
-            )
-        self._end_segment(is_last=True)
+        """End the last segment. It first runs at the first replay: nothing reads its results before."""
+        if self._broken_at is not None:
+            raise GraphError(f"break {self._broken_at} raised and the forward went on without it")
+        self._program.add_segment(self._device.end_segment())
+        self._fill_slots = None
         return self._program
 
     def abandon(self) -> None:
         """After an exception: drop the open segment and everything recorded before it."""
-        self._pending = None
+        self._fill_slots = None
         self._device.abandon_segment()
         self._program.reset()
 
-    def _end_segment(self, *, is_last: bool) -> None:
+    def _end_and_replay(self) -> None:
         segment = self._device.end_segment()
         self._num_ended += 1
+        is_empty = segment.num_nodes == 0
         self._program.add_segment(segment)
-        pending, self._pending = self._pending, None
-        if is_last:  # nothing reads it before the first real replay
-            return
-        if pending is not None:
-            pending()
-        if segment.num_nodes != 0:
+        if self._fill_slots is not None:
+            self._fill_slots()
+            self._fill_slots = None
+        if not is_empty:
             segment.replay()
+
+    def _kept_slot(self, slot: Tensor, kept: _KeptArguments) -> Tensor:
+        return kept.of(slot) if kept.has(slot) else self._device.alias(slot)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         return self._device.alias(tensor) if self._pool.owns(tensor) else tensor
+
+
+class _KeptArguments:
+    """A break's arguments as the program keeps them: aliases of pool tensors, everything else itself."""
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._by_id: dict[int, Tensor] = {}
+        self._originals: list[Tensor] = []  # keeps the ids valid
+
+        def keep_one(tensor: Tensor) -> Tensor:
+            self._originals.append(tensor)
+            return self._by_id.setdefault(id(tensor), keep(tensor))
+
+        self.args, self.kwargs = pytree.tree_map_only(Tensor, keep_one, (args, kwargs))
+
+    def has(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._by_id
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return self._by_id[id(tensor)]
+
+    def substitute(self, result: Any) -> Any:
+        """``result`` as a replay would return it: with the kept form of the body's own arguments."""
+        return pytree.tree_map_only(Tensor, lambda leaf: self._by_id.get(id(leaf), leaf), result)
 
 
 @contextmanager
@@ -145,8 +170,3 @@ class _Active(threading.local):
 
 
 _active = _Active()
-
-
-def _as_kept(result: Any, kept_by_id: dict[int, Tensor]) -> Any:
-    """``result`` with the body's own arguments replaced by what the program keeps of them."""
-    return pytree.tree_map_only(Tensor, lambda leaf: kept_by_id.get(id(leaf), leaf), result)

@@ -1,10 +1,11 @@
 """Capturing a program as a transaction, and the pass that many captures share.
 
 ``capture_program`` runs a callable once under recording and returns a replayable ``Program``, or raises one
-``CaptureError`` that says where and why, with everything as it was before. ``capture_pass`` holds what captures share:
-one process-wide lock, the device's long-lived stream, and the garbage collector kept from running finalizers (which
-may free device memory) in the middle of a capture. ``warm_up`` comes first, always: lazy compiles and library handles
-do not work under capture. Read ``breakable.py`` for how the program is put together.
+``CaptureError`` that says where and why, with everything as it was before. ``capture_pass`` holds what
+captures share: one process-wide lock, the device's long-lived stream, and the garbage collector kept from
+running finalizers (which may free device memory) in the middle of a capture. ``warm_up`` comes first, always:
+lazy compiles and library handles do not work under capture. Read ``breakable.py`` for how the program is put
+together.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ T = TypeVar("T")
 def capture_program(
     fn: Callable[[], T], *, device: GraphDevice, pool: Pool, strategy: Strategy
 ) -> tuple[Program, T]:
-    """Record ``fn()`` into ``pool``; returns the program and what ``fn`` returned (static tensors of the pool).
+    """Record ``fn()`` into ``pool``; returns the program and what ``fn`` returned (static tensors of the
+    pool).
 
-    ``fn`` must read its inputs from static tensors and have been warmed up. Outputs hold undefined values until the
-    first replay. Raises ``ConfigError`` for a strategy that is not captured this way, ``CaptureError`` when anything
-    fails; then nothing of the attempt is left and later captures work.
+    ``fn`` must read its inputs from static tensors and have been warmed up. Outputs hold undefined values
+    until the first replay. Raises ``ConfigError`` for a strategy that is not captured this way,
+    ``CaptureError`` when anything fails; then nothing of the attempt is left and later captures work.
     """
     if strategy is Strategy.TC_PIECEWISE:
         raise ConfigError("tc_piecewise is not available yet; use breakable, full or disabled")
@@ -56,17 +58,18 @@ def capture_program(
             if not isinstance(error, Exception):  # KeyboardInterrupt and the like pass through
                 raise
             failure = CaptureError(_describe(error, recorder, device))
-            # The traceback's frames own the forward's tensors, which would pin pool memory while the error lives.
-            traceback.clear_frames(error.__traceback__)
+            # The traceback's frames own the forward's tensors: pool memory would live as long as the error.
+            _clear_frames(error)
             raise failure from error
 
 
 @contextmanager
 def capture_pass(device: GraphDevice) -> Iterator[None]:
-    """Hold the process-wide capture lock, run on the capture stream, keep the collector off. Re-entrant per thread.
+    """Hold the process-wide capture lock, run on the capture stream, keep the collector off. Re-entrant per
+    thread.
 
-    The collector runs once before and once after, not per capture (that costs ten times the start-up); whether it was
-    enabled before is restored in any case.
+    The collector runs once before and once after, not per capture (that costs ten times the start-up);
+    whether it was enabled before is restored in any case.
     """
     with _lock:
         if _depth.value:
@@ -102,7 +105,7 @@ _depth = _Depth()
 
 _HINTS = (
     "a host read or synchronisation (.item(), .tolist(), .cpu(), boolean indexing, printing a tensor)",
-    "something done for the first time here (a kernel compile, a library handle): warm up the same code first",
+    "something done for the first time here (kernel compile, library handle): warm up the same code first",
     "another thread using the device",
     "tensors of another device, or host tensors copied to this one",
 )
@@ -136,3 +139,9 @@ def _user_line(error: BaseException) -> str:
         if not is_internal_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "unknown"
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,9 +1,10 @@
 """Program: what one captured size runs, as an ordered list of steps. There is one type for every strategy.
 
-A full capture is one ``GraphStep``; breakable and piecewise captures alternate ``GraphStep`` and ``EagerStep``. A
-program owns its segments (``reset`` drops them) but neither the pool they live in nor the static inputs they read.
-Invariant: a replay runs all steps in order, so whatever a step reads from the pool was written earlier in the same
-replay. Read ``breakable.py`` for how programs are made and ``handoff.py`` for how eager results reach a segment.
+A full capture is one ``GraphStep``; breakable and piecewise captures alternate ``GraphStep`` and
+``EagerStep``. A program owns its segments (``reset`` drops them) but neither the pool they live in nor the
+static inputs they read. Invariant: a replay runs all steps in order, so whatever a step reads from the pool
+was written earlier in the same replay. Read ``breakable.py`` for how programs are made and ``handoff.py`` for
+how eager results reach a segment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class GraphStep:
 
 
 class EagerStep:
-    """Call a break's body on the arguments it was captured with; it reads live data from the forward context."""
+    """Call a break's body on its captured arguments; live data it reads from the forward context."""
 
     __slots__ = ("_args", "_body", "_handoff", "_kwargs", "name")
 

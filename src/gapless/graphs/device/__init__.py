@@ -11,7 +11,9 @@ from gapless.graphs.device.base import GraphDevice
 
 
 def get_device(torch_device: str | torch.device) -> GraphDevice:
-    """The one ``GraphDevice`` of a torch device in this process. Raises ``ConfigError`` for types without one."""
+    """The one ``GraphDevice`` of a torch device in this process. Raises ``ConfigError`` for types without
+    one.
+    """
     device = torch.device(torch_device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)

@@ -1,10 +1,10 @@
-"""Arena: the emulated device's memory. One big lazily committed buffer whose blocks recycle like a GPU pool's.
+"""Arena: the emulated device's memory. one lazily committed buffer with recycled blocks.
 
-Each block is handed to torch as its own storage, so it is freed when the last tensor sharing that storage dies, is
-merged with its free neighbours, and is handed out again first-fit. That is what makes lifetime faults visible on a
-CPU: an address kept past its owner's death soon holds something else. Blocks are 512-byte aligned, as on CUDA.
-Invariant: a live block never overlaps another; ``bytes_in_use`` counts rounded blocks, ``num_bytes`` is the highest
-end of a block ever handed out (what a pool of this history costs).
+Each block is handed to torch as its own storage, so it is freed when the last tensor sharing that storage
+dies, is merged with its free neighbours, and is handed out again first-fit. That is what makes lifetime
+faults visible on a CPU: an address kept past its owner's death soon holds something else. Blocks are 512-byte
+aligned, as on CUDA. Invariant: a live block never overlaps another; ``bytes_in_use`` counts rounded blocks,
+``num_bytes`` is the highest end of a block ever handed out (what a pool of this history costs).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Arena:
         self._poison_freed = poison_freed
         self._free_offsets = [0]
         self._free_sizes = [capacity]
-        # Finalizers can run at any allocation of this or another thread, so they only queue; `_drain` does the work.
+        # Finalizers can run at any allocation of this or another thread, so they only queue; `_drain` does
+        # the work.
         self._freed: deque[tuple[int, int]] = deque()
         self._in_use = 0
         self._high_water = 0
@@ -72,7 +73,7 @@ class Arena:
         return torch.from_numpy(block).view(dtype).as_strided(size, stride)
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor of this arena under its address only: it keeps the buffer mapped but not the block taken."""
+        """A tensor of this arena by address only: keeps the buffer mapped, but not the block taken."""
         offset = tensor.data_ptr() - self._start
         num_bytes = storage_bytes(tensor.shape, tensor.stride(), tensor.dtype)
         return (
@@ -97,8 +98,8 @@ class Arena:
             self._high_water = max(self._high_water, offset + wanted)
             return offset, wanted
         raise MemoryLimitError(
-            f"the emulated pool has no free block of {wanted} bytes ({self._in_use} of {self._capacity} in use); "
-            "capture fewer or smaller sizes, or give the device a larger arena_bytes"
+            f"the emulated pool has no free block of {wanted} bytes "
+            f"({self._in_use} of {self._capacity} in use); capture fewer or smaller sizes, or give the device a larger arena_bytes"
         )
 
     def _drain(self) -> None:
@@ -151,7 +152,9 @@ def poison_(tensor: Tensor) -> None:
 
 
 def _map_lazily(capacity: int) -> mmap.mmap:
-    """Address space without committed pages; halved until the system grants it (strict overcommit grants less)."""
+    """Address space without committed pages; halved until the system grants it (strict overcommit grants
+    less).
+    """
     # Python names the flag from 3.12 on; without it a heuristic overcommit refuses more than the free memory.
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     while True:

@@ -1,16 +1,18 @@
 """The emulated device: CUDA-graph semantics on a CPU, so that graph faults give wrong numbers in CI.
 
-A segment records ops on fixed addresses and replays them without the model's Python. As on CUDA, capture does not
-compute: outputs hold NaN until the first replay. Pool memory is an arena whose blocks recycle when their last Python
-owner dies, host reads are refused, Python values are frozen. Unlike CUDA, memory outside the pool is watched: a replay
-raises ``StaleAddressError`` when its owner has died. Not emulated: streams, threads, library handles, driver memory.
-Read ``recorder.py`` for how ops are recorded and ``arena.py`` for memory.
+A segment records ops on fixed addresses and replays them without the model's Python. As on CUDA, capture does
+not compute: outputs hold NaN until the first replay. Pool memory is an arena whose blocks recycle when their
+last Python owner dies, host reads are refused, Python values are frozen. Unlike CUDA, memory outside the pool
+is watched: a replay raises ``StaleAddressError`` when its owner has died. Not emulated: streams, threads,
+library handles, driver memory. Read ``recorder.py`` for how ops are recorded and ``arena.py`` for memory.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import statistics
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,6 +43,10 @@ class EmulatedPool:
         if self._arena is None:
             raise GraphError("this graph pool was released; ask the device for a new one")
         return self._arena
+
+    @property
+    def is_released(self) -> bool:
+        return self._arena is None
 
     @property
     def num_bytes(self) -> int:
@@ -85,12 +91,12 @@ class EmulatedSegment:
             raise GraphError("a segment cannot replay while another one is being recorded")
         if any(map(_is_expired, self._watched)):
             self._raise_stale()
-        calls = iter(self._calls)
+        remaining = iter(self._calls)
         try:
-            for call in calls:
+            for call in remaining:
                 call()
         except Exception as error:
-            failed = len(self._calls) - calls.__length_hint__() - 1
+            failed = len(self._calls) - operator.length_hint(remaining) - 1
             error.add_note(f"while replaying node {failed} of {len(self._calls)}: {self._op_names[failed]}")
             raise
 
@@ -117,8 +123,9 @@ class EmulatedDevice:
         poison_freed: bool = False,
         check_liveness: bool = True,
     ) -> None:
-        """``poison_freed`` fills freed pool blocks with NaN. ``check_liveness=False`` lets a replay read outside
-        memory whose owner died, as CUDA would."""
+        """``poison_freed`` fills freed pool blocks with NaN. ``check_liveness=False`` lets a replay read
+        outside memory whose owner died, as CUDA would.
+        """
         self.name = "emulated"
         self.torch_device = torch.device("cpu")
         self.supports_graphs = True
@@ -128,6 +135,7 @@ class EmulatedDevice:
         self._shapes = ShapeInference()
         self._ops_mode, self._reads_mode = RecordingMode(), HostReadMode()
         self._modes_entered = False
+        self._thread: int | None = None
         self._last_op: str | None = None
         self._pools: weakref.WeakSet[EmulatedPool] = weakref.WeakSet()
 
@@ -145,6 +153,7 @@ class EmulatedDevice:
         assert isinstance(pool, EmulatedPool), f"pool of another device: {pool!r}"
         arena = pool.arena
         claim_recording(self)
+        self._thread = threading.get_ident()
         if not self._modes_entered:
             self._reads_mode.__enter__()
             self._ops_mode.__enter__()
@@ -156,6 +165,8 @@ class EmulatedDevice:
         recording = self._ops_mode.recording
         if recording is None:
             raise GraphError("no segment is open")
+        if not self.is_recording():
+            raise GraphError("a segment must be ended on the thread that began it")
         self._close()
         if recording.error is not None:
             raise CaptureError(f"the segment is invalid: {recording.error}") from recording.error
@@ -165,13 +176,14 @@ class EmulatedDevice:
         self._close()
 
     def is_recording(self) -> bool:
-        return self._ops_mode.recording is not None
+        """True on the thread that records; others go on undisturbed (CUDA's thread-local mode)."""
+        return self._ops_mode.recording is not None and self._thread == threading.get_ident()
 
     def alias(self, tensor: Tensor) -> Tensor:
         recording, self._ops_mode.recording = self._ops_mode.recording, None
         try:
             for pool in self._pools:
-                if pool.num_bytes and pool.owns(tensor):
+                if not pool.is_released and pool.owns(tensor):
                     return pool.arena.alias(tensor)
             return alias_address(tensor)
         finally:
@@ -182,8 +194,9 @@ class EmulatedDevice:
 
     @contextmanager
     def eager_arena(self) -> Iterator[Arena]:
-        """Route what eager ops allocate through a first-fit arena of its own, so that "returned at a fresh address"
-        and "freed, then recycled" become visible outside the pool too. For tests."""
+        """Route what eager ops allocate through a first-fit arena of its own, so that "returned at a fresh
+        address" and "freed, then recycled" become visible outside the pool too. For tests.
+        """
         arena = Arena(capacity=self._arena_bytes, poison_freed=self._poison_freed)
         with _EagerArenaMode(arena):
             yield arena
@@ -212,8 +225,9 @@ class EmulatedDevice:
             self._last_op = recording.last_op
             self._ops_mode.recording = self._reads_mode.recording = None
             release_recording(self)
-        # A break inside the user's own mode (``with torch.device(...)``) finds that mode on top of the stack. Leaving
-        # only when ours is on top keeps the stack in order; a mode without a recording passes everything on.
+        # A break inside the user's own mode (``with torch.device(...)``) finds that mode on top of the stack.
+        # Leaving only when ours is on top keeps the stack in order; a mode without a recording passes
+        # everything on.
         if (
             self._modes_entered
             and _get_current_dispatch_mode() is self._ops_mode

@@ -1,7 +1,8 @@
 """One open segment per process, whichever device records it.
 
-Recording redirects process-wide machinery (allocator routing, dispatch modes), so a second one would corrupt the first.
-``capture_pass`` serialises whole captures by a lock; this is the check underneath it, which fails instead of waiting.
+Recording redirects process-wide machinery (allocator routing, dispatch modes), so a second one would corrupt
+the first. ``capture_pass`` serialises whole captures by a lock; this is the check underneath it, which fails
+instead of waiting.
 """
 
 from __future__ import annotations

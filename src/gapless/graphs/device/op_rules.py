@@ -1,9 +1,9 @@
 """What the emulated device does with each op while it records, and which ops it refuses.
 
-A captured CUDA graph cannot wait for the device, so whatever brings device data to Python has no place in it: scalars,
-boolean indexing, outputs whose size depends on the data. On a CPU all of these would quietly work, hence the rules
-here. Invariant: a rule depends on the op and on its arguments' types and shapes, never on their values.
-``recorder.py`` applies the rules.
+A captured CUDA graph cannot wait for the device, so whatever brings device data to Python has no place in it:
+scalars, boolean indexing, outputs whose size depends on the data. On a CPU all of these would quietly work,
+hence the rules here. Invariant: a rule depends on the op and on its arguments' types and shapes, never on
+their values. ``recorder.py`` applies the rules.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def host_read_functions() -> dict[Callable[..., Any], str]:
 
 
 def one_hot(index: Tensor, num_classes: int) -> Tensor:
-    """``one_hot`` with a given class count: the CPU kernel reads the data to check it, a CUDA kernel does not."""
+    """``one_hot`` with a given class count: the CPU kernel reads the data to check it, a CUDA kernel does
+    not.
+    """
     out = torch.zeros((*index.shape, num_classes), dtype=index.dtype, device=index.device)
     return out.scatter_(-1, index.unsqueeze(-1), 1)
 
@@ -106,6 +108,7 @@ _HOST_READ_FUNCTIONS: dict[Callable[..., Any], str] = {
         "tolist",
         "numpy",
         "__array__",
+        "__repr__",
         "item",
         "cpu",
         "__bool__",

@@ -1,9 +1,10 @@
-"""Recording on the emulated device: sees every op of one thread, computes nothing, keeps a list of bound calls.
+"""Recording on the emulated device: sees each op, computes nothing, keeps bound calls.
 
-``Recording`` is what one open segment collects. Two modes feed it: a dispatch mode sees the ops, a function mode sees
-the few Python methods (``tolist``, ``numpy``, ...) that read memory without an op. Arguments are kept as raw addresses,
-as in a CUDA graph; memory outside the pool additionally by a weak reference to its storage, so that a replay can tell
-that its owner died. Read ``op_rules.py`` for what is refused and ``op_binding.py`` for how calls are bound.
+``Recording`` is what one open segment collects. Two modes feed it: a dispatch mode sees the ops, a function
+mode sees the few Python methods (``tolist``, ``numpy``, ...) that read memory without an op. Arguments are
+kept as raw addresses, as in a CUDA graph; memory outside the pool additionally by a weak reference to its
+storage, so that a replay can tell that its owner died. Read ``op_rules.py`` for what is refused and
+``op_binding.py`` for how calls are bound.
 """
 
 from __future__ import annotations
@@ -234,15 +235,14 @@ class HostReadMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def user_source_line(frame: FrameType | None = None) -> str:
+def user_source_line() -> str:
     """``file:line`` of the innermost frame that is neither PyTorch's nor this package's graph code."""
-    frame = frame or sys._getframe(1)
-    innermost = frame
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not is_internal_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
 
 
 def is_internal_file(filename: str) -> bool:

@@ -1,7 +1,8 @@
 """What an op would return, without computing it: sizes, strides and dtypes from PyTorch's fake kernels.
 
-Recording asks for every op; a forward repeats the same few calls in each layer, so answers are cached by the arguments'
-metadata. Invariant: an answer never depends on data, and an op for which no answer exists is an error, not a guess.
+Recording asks for every op; a forward repeats the same few calls in each layer, so answers are cached by the
+arguments' metadata. Invariant: an answer never depends on data, and an op for which no answer exists is an
+error, not a guess.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ShapeInference:
         self._cache: dict[Any, Any] = {}
 
     def infer(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op's result with a ``TensorSpec`` in place of each tensor. Raises what the fake kernel raises."""
+        """The op's result with a ``TensorSpec`` in place of each tensor. Raises as the fake kernel does."""
         key = (op, torch.get_default_dtype(), _freeze(args), _freeze(kwargs))
         try:
             found = self._cache.get(key, _MISSING)
