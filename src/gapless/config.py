@@ -194,7 +194,7 @@ class EngineConfig:
         return cls(**own, graphs=_graphs_of(merged))
 
     def with_device_defaults(self, device_type: str) -> EngineConfig:
-        """A new config for ``cuda`` or ``cpu`` in which every limit that depends on the device has a value."""
+        """A new config for ``cuda`` or ``cpu`` in which limits that depend on the device have values."""
         defaults = _DEVICE_DEFAULTS.get(device_type)
         if defaults is None:
             raise ConfigError(

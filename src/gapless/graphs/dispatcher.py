@@ -196,11 +196,6 @@ class _GraphSet:
 def _graph_sets(plan: GraphPlan, *, max_reqs: int, lora_cases: tuple[bool, ...]) -> Iterator[_GraphSet]:
     prefill, decode, query_len = plan.prefill, plan.decode, plan.uniform_query_len
     decode_tokens = tuple(size * query_len for size in decode.ladder.sizes)
-    # Piecewise graphs of both phases have the same keys, as have the full graphs of mode FULL: one set,
-    # prefill's.
-    is_one_set = plan.shares_graphs or (
-        prefill.strategy is decode.strategy and decode.strategy.runtime_mode is RuntimeMode.PIECEWISE
-    )
 
     def graph_set(owner: Phase, counts: tuple[int, ...], query_len: int | None = None) -> _GraphSet:
         planned = tuple(sorted(set(counts)))
@@ -214,8 +209,8 @@ def _graph_sets(plan: GraphPlan, *, max_reqs: int, lora_cases: tuple[bool, ...])
         )
 
     if prefill.strategy is not Strategy.DISABLED:
-        yield graph_set(Phase.PREFILL, prefill.ladder.sizes + (decode_tokens if is_one_set else ()))
-    if decode.strategy is Strategy.DISABLED or is_one_set:
+        yield graph_set(Phase.PREFILL, prefill.ladder.sizes + (decode_tokens if plan.is_one_set else ()))
+    if decode.strategy is Strategy.DISABLED or plan.is_one_set:
         return
     if decode.strategy is Strategy.FULL:
         yield graph_set(Phase.DECODE, decode.ladder.sizes, query_len)

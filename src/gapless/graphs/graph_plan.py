@@ -13,6 +13,7 @@ from typing import Any
 from gapless.graphs.capabilities import TcCompiler
 from gapless.graphs.ladder import Ladder
 from gapless.graphs.modes import GraphMode, Phase, RuntimeMode, Strategy
+from gapless.graphs.plan_sizes import is_one_piecewise_set
 
 PLANNED_PHASES = (Phase.PREFILL, Phase.DECODE)
 
@@ -59,8 +60,8 @@ class PhasePlan:
 class GraphPlan:
     """The result. ``mode`` is None for a combination that has no mode name.
 
-    ``shares_graphs``: one set of full graphs for non-uniform batches serves decode too (mode FULL); the
-    decode ladder then holds only the sizes that were asked for on top of prefill's.
+    ``shares_graphs``: one set of full graphs for non-uniform batches serves decode too (mode FULL).
+    Wherever there is one set, the decode ladder holds sizes on top of prefill's, and may be empty.
     """
 
     prefill: PhasePlan
@@ -71,6 +72,11 @@ class GraphPlan:
     tc_compiler: TcCompiler | None = None
     """Compiler of the pieces; None where nothing is compiled."""
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def is_one_set(self) -> bool:
+        """Both phases replay the graphs that prefill owns: mode FULL, or piecewise of one strategy."""
+        return self.shares_graphs or is_one_piecewise_set(self.prefill.strategy, self.decode.strategy)
 
     def phase(self, phase: Phase) -> PhasePlan:
         """The plan of ``Phase.PREFILL`` or ``Phase.DECODE``."""
@@ -142,4 +148,4 @@ class GraphPlan:
         text = f"{plan.strategy}, {len(sizes)} sizes from {sizes[0]} to {sizes[-1]} {_UNITS[phase]}"
         if phase is Phase.DECODE and self.uniform_query_len > 1:
             text += f" of {self.uniform_query_len} tokens"
-        return text + (", in the prefill graphs" if phase is Phase.DECODE and self.shares_graphs else "")
+        return text + (", in the prefill graphs" if phase is Phase.DECODE and self.is_one_set else "")

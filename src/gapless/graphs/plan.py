@@ -10,8 +10,7 @@ made of a plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from math import gcd
+from dataclasses import dataclass, field
 
 from gapless.errors import ConfigError
 from gapless.graphs.capabilities import (
@@ -22,16 +21,16 @@ from gapless.graphs.capabilities import (
     Capabilities,
     GraphRequest,
 )
-from gapless.graphs.graph_plan import MODE_PHASES, PLANNED_PHASES, Decision, GraphPlan, PhasePlan
-from gapless.graphs.ladder import (
-    Dropped,
-    Ladder,
-    check_listed,
-    decode_ladder,
-    prefill_ladder,
-    requests_from_tokens,
+from gapless.graphs.graph_plan import (
+    MODE_PHASES,
+    PLANNED_PHASES,
+    Decision,
+    GraphPlan,
+    PhasePlan,
 )
+from gapless.graphs.ladder import check_listed
 from gapless.graphs.modes import AttentionSupport, GraphMode, Phase, RuntimeMode, Strategy
+from gapless.graphs.plan_sizes import decode_sizes, is_one_piecewise_set, prefill_sizes
 
 __all__ = [
     "AVAILABLE_STRATEGIES",
@@ -67,13 +66,11 @@ def resolve(request: GraphRequest, capabilities: Capabilities) -> GraphPlan:
 
     prefill, decode = (draft.strategies[phase] for phase in PLANNED_PHASES)
     shares = prefill is decode is Strategy.FULL and draft.shares_if_full
-    prefill_plan = PhasePlan(strategy=prefill, ladder=_prefill_sizes(draft, shares_graphs=shares))
-    decode_plan = PhasePlan(strategy=decode, ladder=_decode_sizes(draft, shares_graphs=shares))
     _note_unused(draft)
     is_compiled = Strategy.TC_PIECEWISE in (prefill, decode)
     return GraphPlan(
-        prefill=prefill_plan,
-        decode=decode_plan,
+        prefill=_phase_plan(draft, Phase.PREFILL, shares_graphs=shares),
+        decode=_phase_plan(draft, Phase.DECODE, shares_graphs=shares),
         mode=_mode_name(prefill, decode, shares_graphs=shares),
         shares_graphs=shares,
         uniform_query_len=capabilities.uniform_query_len,
@@ -324,53 +321,19 @@ def _note_cascade(draft: _Draft) -> None:
             )
 
 
-def _prefill_sizes(draft: _Draft, *, shares_graphs: bool) -> Ladder:
-    if draft.strategies[Phase.PREFILL] is Strategy.DISABLED:
-        return Ladder()
-    request, capabilities = draft.request, draft.capabilities
-    limit = _reachable(capabilities, capabilities.chunked_prefill_size)
-    default_max = min(limit, capabilities.prefill_max_cap or limit)
-    if shares_graphs:
-        decode_tokens = _reachable(capabilities, capabilities.max_reqs * capabilities.uniform_query_len)
-        limit, default_max = max(limit, decode_tokens), max(default_max, decode_tokens)
-    sizes, name = request.prefill_sizes, "--cuda-graph-bs-prefill"
-    if sizes is None:
-        sizes, name = request.capture_sizes, "cudagraph_capture_sizes"
-    return prefill_ladder(
-        limit=limit,
-        default_max=default_max,
-        max_size=request.prefill_max,
-        sizes=sizes,
-        multiple_of=capabilities.token_multiple,
-        sizes_name=name,
-    )
-
-
-def _decode_sizes(draft: _Draft, *, shares_graphs: bool) -> Ladder:
-    if draft.strategies[Phase.DECODE] is Strategy.DISABLED:
-        return Ladder()
-    request, capabilities = draft.request, draft.capabilities
-    query_len = capabilities.uniform_query_len
-    sizes, name = request.decode_sizes, "--cuda-graph-bs-decode"
-    rounded: tuple[Dropped, ...] = ()
-    if sizes is None and request.capture_sizes is not None and not shares_graphs:
-        name = "cudagraph_capture_sizes"
-        sizes, rounded = requests_from_tokens(request.capture_sizes, query_len=query_len, sizes_name=name)
-    if sizes is None and request.decode_max is None and shares_graphs:
-        return Ladder()
-    ladder = decode_ladder(
-        max_reqs=max(1, _reachable(capabilities, capabilities.max_reqs * query_len) // query_len),
-        max_size=request.decode_max,
-        sizes=sizes,
-        multiple_of=capabilities.token_multiple // gcd(capabilities.token_multiple, query_len),
-        sizes_name=name,
-    )
-    return replace(ladder, dropped=rounded + ladder.dropped)
-
-
-def _reachable(capabilities: Capabilities, tokens: int) -> int:
-    total = capabilities.max_total_tokens
-    return tokens if total is None else min(tokens, total)
+def _phase_plan(draft: _Draft, phase: Phase, *, shares_graphs: bool) -> PhasePlan:
+    strategy = draft.strategies[phase]
+    if strategy is Strategy.DISABLED:
+        return PhasePlan()
+    if phase is Phase.PREFILL:
+        ladder = prefill_sizes(draft.request, draft.capabilities, serves_decode=shares_graphs)
+        return PhasePlan(strategy=strategy, ladder=ladder)
+    # By default piecewise decode adds its own small sizes to the set it shares with prefill.
+    is_one_set = is_one_piecewise_set(draft.strategies[Phase.PREFILL], strategy)
+    has_list = draft.request.capture_sizes is not None
+    uses_prefill_graphs = shares_graphs or (is_one_set and has_list)
+    ladder = decode_sizes(draft.request, draft.capabilities, uses_prefill_graphs=uses_prefill_graphs)
+    return PhasePlan(strategy=strategy, ladder=ladder)
 
 
 def _note_unused(draft: _Draft) -> None:
