@@ -98,8 +98,8 @@ class Arena:
             self._high_water = max(self._high_water, offset + wanted)
             return offset, wanted
         raise MemoryLimitError(
-            f"the emulated pool has no free block of {wanted} bytes "
-            f"({self._in_use} of {self._capacity} in use); capture fewer or smaller sizes, or give the device a larger arena_bytes"
+            f"the emulated pool has no free block of {wanted} bytes ({self._in_use} of {self._capacity} in "
+            "use); capture fewer or smaller sizes, or give the device a larger arena_bytes"
         )
 
     def _drain(self) -> None:

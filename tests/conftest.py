@@ -1,0 +1,41 @@
+"""What every test may rely on: the ``device`` fixture, and which marked tests run where."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gapless.graphs.device.emulated import EmulatedDevice
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Captures collect garbage; objects made by the imports so far need no visit each time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wants_soak = os.environ.get("GAPLESS_SOAK") == "1"
+    soak = [item for item in items if item.get_closest_marker("soak") is not None]
+    if soak and not wants_soak:
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    """A fresh emulated device; fails the test that leaves a segment open."""
+    made = EmulatedDevice()
+    yield made
+    left_open = made.is_recording()
+    made.abandon_segment()
+    assert not left_open, "the test left a segment open"
