@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -181,6 +183,6 @@ def allocate_and_free(arena: Arena, steps: list[tuple[bool, int]]) -> None:
         live.append(make(arena, numel).fill_(number))
         is_intact = [bool((tensor == tensor[0]).all()) for tensor in live]
         spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * 4) for tensor in live)
-        is_apart = [end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)]
+        is_apart = [end <= start for (_, end), (start, _) in itertools.pairwise(spans)]
         assert all(is_intact)
         assert all(is_apart)

@@ -25,7 +25,7 @@ def _make(device: torch.device) -> GraphDevice:
     if device.type == "cpu":
         from gapless.graphs.device.emulated import EmulatedDevice
 
-        return EmulatedDevice()
+        return EmulatedDevice(num_warmups=0)
     if device.type == "cuda":
         from gapless.graphs.device.cuda import CudaDevice
 

@@ -76,11 +76,9 @@ class Arena:
         """A tensor of this arena by address only: keeps the buffer mapped, but not the block taken."""
         offset = tensor.data_ptr() - self._start
         num_bytes = storage_bytes(tensor.shape, tensor.stride(), tensor.dtype)
-        return (
-            self._base[offset : offset + num_bytes]
-            .view(tensor.dtype)
-            .as_strided(tensor.shape, tensor.stride(), offset // tensor.element_size())
-        )
+        with torch.inference_mode(False):  # a replay must be able to write it outside inference mode
+            memory = self._base[offset : offset + num_bytes].view(tensor.dtype)
+            return _with_layout_of(tensor, memory)
 
     def _take(self, num_bytes: int) -> tuple[int, int]:
         self._drain()
@@ -128,7 +126,8 @@ def alias_address(tensor: Tensor) -> Tensor:
     if num_bytes == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    with torch.inference_mode(False):
+        return _with_layout_of(tensor, torch.frombuffer(memory, dtype=tensor.dtype))
 
 
 def storage_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
@@ -149,6 +148,14 @@ def poison_(tensor: Tensor) -> None:
         tensor.fill_(True)
     else:
         tensor.fill_(min(torch.iinfo(tensor.dtype).max, 0x7F7F7F7F))
+
+
+def _with_layout_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """``memory`` (flat, beginning at the tensor's first element) seen as ``tensor`` sees it."""
+    alias = memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())
+    if tensor.is_conj():  # lazily conjugated or negated: a bit of the tensor, not of its memory
+        alias = alias.conj()
+    return alias._neg_view() if tensor.is_neg() else alias
 
 
 def _map_lazily(capacity: int) -> mmap.mmap:

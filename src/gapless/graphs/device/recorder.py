@@ -82,18 +82,24 @@ class Recording:
 
     def alias(self, tensor: Tensor, op: str, argument: str) -> Tensor:
         """A non-owning stand-in; external memory is put under watch."""
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         found = self._aliases.get(key)
         if found is not None:
             return found
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             self.refuse(op, f"argument {argument} is a {tensor.layout} tensor on {tensor.device}")
-        if tensor.numel() == 0:
-            alias = alias_address(tensor)
-        elif self._arena.owns(tensor):
+        if tensor.numel() != 0 and self._arena.owns(tensor):
             alias = self._arena.alias(tensor)
         else:
             alias = alias_address(tensor)
+        if tensor.numel() != 0 and not self._arena.owns(tensor):
             storage = StorageWeakRef(tensor.untyped_storage())
             self.externals.setdefault(
                 storage.cdata,

@@ -57,7 +57,7 @@ class ShapeInference:
                     f"{op} would resize an output tensor from {tuple(shape)} to {tuple(tensor.shape)}; "
                     "give it the right shape before the capture"
                 )
-        return map_tensors(lambda t: TensorSpec(tuple(t.shape), tuple(t.stride()), t.dtype), result)
+        return map_tensors(_spec, result)
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -83,6 +83,12 @@ _MISSING = object()
 
 def _make_fake(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"it returns a {tensor.layout} tensor, which has no fixed address")
+    return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _freeze(value: Any) -> Any:
