@@ -10,26 +10,39 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import tomllib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gapless.engine.core import EngineCore
 from gapless.engine.detokenizer import TokenizerLike
-from gapless.engine.outputs import CompletionOutput, RequestOutput
+from gapless.engine.outputs import RequestOutput
 from gapless.engine.request import Request
 from gapless.engine.step import StepRunner
 from gapless.errors import ConfigError, GaplessError, RequestError
+from gapless.llm_inputs import (
+    Conversation,
+    PromptLike,
+    as_conversations,
+    as_prompts,
+    check_conversation,
+    failed_output,
+    params_for,
+    split_prompt,
+)
 from gapless.sampling.params import SamplingParams
 
+if TYPE_CHECKING:
+    from gapless.engine.build import OpenedEngine
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Stage, how much is done, how much there is."""
 ErrorPolicy = Literal["raise", "return"]
-PromptLike = str | Seq[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
-Conversation = Seq[Mapping[str, Any]]
-"""Messages such as ``{"role": "user", "content": "Hello"}``."""
 
 
 class LLM:
@@ -43,8 +56,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | None = None,
         *,
+        config: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         device: str = "auto",
         load_format: str = "auto",
@@ -66,13 +80,21 @@ class LLM:
         cuda_graph_bs_prefill: Seq[int] | None = None,
         cuda_graph_bs_decode: Seq[int] | None = None,
         cuda_graph_tc_compiler: str | None = None,
-        progress: Any = None,
+        progress: ProgressCallback | None = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
-        options = {name: value for name, value in locals().items() if name in _OPTIONS}
-        runner, tokenizer, eos_token_ids = _load(options, progress)
-        self._start(runner, tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        arguments = locals()
+        options = {
+            name: arguments[name] for name, default in _OPTIONS.items() if arguments[name] is not default
+        }
+        opened = _open(options, config, progress)
+        self._start(
+            opened.runner,
+            opened.loaded.tokenizer,
+            eos_token_ids=opened.loaded.info.eos_token_ids,
+            seed=opened.config.seed,
+        )
 
     @classmethod
     def _from_parts(
@@ -112,11 +134,7 @@ class LLM:
         result says ``finish_reason="error"`` and the others run. What fails later always ends up in the
         result.
         """
-        call = self._prepare(_as_prompts(prompts), sampling_params, errors=errors)
-        latest: dict[str, RequestOutput] = {}
-        for output in self._run(call, streams=False):
-            latest[output.request_id] = output
-        return [latest[request_id] for request_id in call.request_ids]
+        return self._finish(self._prepare(as_prompts(prompts), sampling_params, errors=errors))
 
     def stream(
         self,
@@ -129,7 +147,7 @@ class LLM:
 
         ``request_id`` ends in ``-i`` for prompt number ``i``. Closing the iterator aborts what still runs.
         """
-        return self._run(self._prepare(_as_prompts(prompts), sampling_params, errors=errors), streams=True)
+        return self._run(self._prepare(as_prompts(prompts), sampling_params, errors=errors), streams=True)
 
     def chat(
         self,
@@ -141,10 +159,14 @@ class LLM:
         errors: ErrorPolicy = "raise",
     ) -> list[RequestOutput]:
         """``generate`` for one conversation or several, put into the model's chat template."""
-        prompts = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
-        )
-        return self.generate(prompts, sampling_params, errors=errors)
+        prompts: list[PromptLike | RequestError] = []
+        for conversation in as_conversations(messages):
+            try:
+                prompts.append(self._render(conversation, add_generation_prompt, chat_template_kwargs))
+            except RequestError as error:
+                prompts.append(error)
+        call = self._prepare(prompts, sampling_params, errors=errors)
+        return self._finish(call)
 
     def render_chat(
         self,
@@ -155,20 +177,10 @@ class LLM:
     ) -> list[PromptLike]:
         """Conversations as prompts for ``generate`` or ``stream``. Raises ``RequestError`` for a malformed
         one."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise RequestError(
-                "this model has no tokenizer and so no chat template: pass token ids to generate()"
-            )
-        prompts: list[PromptLike] = []
-        for conversation in _as_conversations(messages):
-            text = tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
-            )
-            # The template writes the special tokens itself, a leading BOS included.
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
-        return prompts
+        return [
+            self._render(conversation, add_generation_prompt, chat_template_kwargs)
+            for conversation in as_conversations(messages)
+        ]
 
     def report(self) -> dict[str, Any]:
         """What was captured, which steps replayed which graph, which ran eagerly and why."""
@@ -195,32 +207,52 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    def _render(
+        self, conversation: Any, add_generation_prompt: bool, template_kwargs: Mapping[str, Any] | None
+    ) -> PromptLike:
+        if self.tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer and so no chat template: pass token ids to generate()"
+            )
+        check_conversation(conversation)
+        text = self.tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
+        )
+        # The template writes the special tokens itself, a leading BOS included.
+        token_ids = self.core.intake.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
     def _prepare(
         self,
-        prompts: Seq[PromptLike],
+        prompts: Seq[PromptLike | RequestError],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         *,
         errors: ErrorPolicy,
     ) -> _Call:
-        """Check every prompt before anything runs."""
+        """Check every prompt before anything runs. An error stands for a prompt that could not be made."""
         if errors not in ("raise", "return"):
             raise ConfigError(f'errors={errors!r}: must be "raise" or "return"')
         self._require_running()
-        params = _params_for(prompts, sampling_params)
+        params = params_for(prompts, sampling_params)
         call = _Call()
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             request_id = f"{self._num_calls}-{index}"
             call.request_ids.append(request_id)
             try:
-                token_ids, text = _split_prompt(prompt)
+                token_ids, text = split_prompt(prompt)
                 call.requests.append(self.core.prepare(request_id, token_ids, param, prompt_text=text))
             except RequestError as error:
                 if errors == "raise":
                     where = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise RequestError(f"{where}{error}") from None
-                call.inbox.append(_failed(request_id, prompt, param, str(error)))
+                call.inbox.append(failed_output(request_id, prompt, param, str(error)))
         self._num_calls += 1
         return call
+
+    def _finish(self, call: _Call) -> list[RequestOutput]:
+        """Run to the end; the last output of every request, in order."""
+        latest = {output.request_id: output for output in self._run(call, streams=False)}
+        return [latest[request_id] for request_id in call.request_ids]
 
     def _run(self, call: _Call, *, streams: bool) -> Iterator[RequestOutput]:
         """Step the engine until the call's requests have ended; yield their updates."""
@@ -264,83 +296,40 @@ class _Call:
     inbox: deque[RequestOutput] = field(default_factory=deque)
 
 
-_OPTIONS = tuple(
-    name for name in inspect.signature(LLM.__init__).parameters if name not in ("self", "progress", "unknown")
-)
+_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(LLM.__init__).parameters.items()
+    if name not in ("self", "config", "progress", "unknown")
+}
+"""Options of ``EngineConfig`` and their defaults here; one left at its default counts as not given."""
 
 
-def _load(options: dict[str, Any], progress: Any) -> tuple[StepRunner, TokenizerLike | None, tuple[int, ...]]:
-    from gapless.config import EngineConfig
-    from gapless.engine.runner import build_runner
-    from gapless.models.registry import load_model
+def _open(
+    options: Mapping[str, Any],
+    config_file: str | os.PathLike[str] | None,
+    progress: ProgressCallback | None,
+) -> OpenedEngine:
+    from gapless.config import EngineConfig  # these import torch, which takes longer than all the rest
+    from gapless.engine.build import open_engine
 
-    config = EngineConfig(**options)
-    loaded = load_model(config, progress)
-    return build_runner(config, loaded, progress), loaded.tokenizer, loaded.info.eos_token_ids
+    from_file = {} if config_file is None else _read_config_file(config_file)
+    return open_engine(EngineConfig.from_sources(python=options, config_file=from_file), progress)
+
+
+def _read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"config file {os.fspath(path)}: {error.strerror or error}") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"config file {os.fspath(path)}: not TOML ({error})") from None
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     if not unknown:
         return
     name = next(iter(unknown))
-    close = difflib.get_close_matches(name, [*_OPTIONS, "progress"], n=3)
+    close = difflib.get_close_matches(name, [*_OPTIONS, "config", "progress"], n=3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise ConfigError(f"LLM() has no option {name}={unknown[name]!r}{hint}")
-
-
-def _as_prompts(prompts: PromptLike | Seq[PromptLike]) -> list[PromptLike]:
-    """One prompt or many: a string, a mapping and a list of numbers are one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and not isinstance(items[0], str | Mapping | Seq):
-        return [items]
-    return items
-
-
-def _as_conversations(messages: Conversation | Seq[Conversation]) -> list[Any]:
-    items: list[Any] = list(messages)
-    return [items] if items and isinstance(items[0], Mapping) else items
-
-
-def _split_prompt(prompt: PromptLike) -> tuple[Any, str | None]:
-    """What the core takes (text or token ids), and the text that token ids came from."""
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-    if unknown or not prompt:
-        raise RequestError(
-            f"prompt has the keys {sorted(map(str, prompt))}: give 'prompt' (text) or 'prompt_token_ids'"
-        )
-    text = prompt.get("prompt")
-    if text is not None and not isinstance(text, str):
-        raise RequestError(f"'prompt' is {text!r}: must be a string")
-    return prompt.get("prompt_token_ids", text), text
-
-
-def _params_for(
-    prompts: Seq[PromptLike], sampling_params: SamplingParams | Seq[SamplingParams] | None
-) -> list[SamplingParams]:
-    if sampling_params is None:
-        return [SamplingParams()] * len(prompts)
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * len(prompts)
-    params = list(sampling_params)
-    if len(params) != len(prompts):
-        raise RequestError(
-            f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or one for each"
-        )
-    return params
-
-
-def _failed(request_id: str, prompt: PromptLike, params: SamplingParams, error: str) -> RequestOutput:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return RequestOutput(
-        request_id=request_id,
-        prompt=text if isinstance(text, str) else None,
-        prompt_token_ids=(),
-        outputs=[
-            CompletionOutput(index=index, text="", token_ids=(), finish_reason="error", error=error)
-            for index in range(params.n if isinstance(params, SamplingParams) else 1)
-        ],
-    )

@@ -48,7 +48,7 @@ class EngineCore:
             max_num_reqs=runner.max_num_reqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
         )
-        self._intake = Intake(
+        self.intake = Intake(
             tokenizer=tokenizer,
             vocab_size=runner.vocab_size,
             eos_token_ids=frozenset(t for t in eos_token_ids if 0 <= t < runner.vocab_size),
@@ -77,7 +77,7 @@ class EngineCore:
         """Check a request without adding it. Raises ``RequestError``."""
         if request_id in self._active:
             raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
-        return self._intake.make_request(
+        return self.intake.make_request(
             request_id, prompt, params or SamplingParams(), prompt_text=prompt_text
         )
 

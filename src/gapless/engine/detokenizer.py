@@ -9,8 +9,8 @@ emitted for a character whose bytes may still arrive. Read ``stop.py`` next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
 _PROMPT_CONTEXT = 6
@@ -32,7 +32,7 @@ class TokenizerLike(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def apply_chat_template(
-        self, messages: Sequence[dict], *, add_generation_prompt: bool = True, **kwargs: object
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str: ...
 
 

@@ -8,6 +8,7 @@ asked for. Read ``core.py`` next.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,9 +40,8 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be SamplingParams")
         if isinstance(prompt, str):
-            prompt_text, token_ids = prompt, self._encode(prompt)
-        else:
-            token_ids = self._check_token_ids(prompt)
+            prompt_text, prompt = prompt, self.encode(prompt)
+        token_ids = self._check_token_ids(prompt)
         if not token_ids:
             raise RequestError("empty prompt: at least one token is needed")
         self._check_length(len(token_ids))
@@ -60,21 +60,25 @@ class Intake:
             eos_token_ids=eos,
         )
 
-    def _encode(self, prompt: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt's text. Raises ``RequestError``."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass the prompt as token ids")
-        if not prompt:
+        if not text:
             raise RequestError("empty prompt: at least one token is needed")
-        return self._check_token_ids(self.tokenizer.encode(prompt))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate; tokenizers only say that it is no string
+            raise RequestError(f"the prompt is not valid Unicode text: {error}") from None
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_token_ids(self, prompt: Iterable[int]) -> tuple[int, ...]:
         try:
-            token_ids = tuple(prompt)
+            given = list(prompt)
         except TypeError:
             raise RequestError(f"prompt={prompt!r}: must be a string or a list of token ids") from None
+        token_ids = tuple(_as_int(position, token_id) for position, token_id in enumerate(given))
         for position, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(f"prompt token {position} is {token_id!r}: token ids must be integers")
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt token {position} is {token_id}: must be between 0 and {self.vocab_size - 1}, "
@@ -106,3 +110,15 @@ class Intake:
             raise RequestError(
                 f"logprobs={params.logprobs} exceeds {self.vocab_size}, the size of the vocabulary"
             )
+
+
+def _as_int(position: int, token_id: object) -> int:
+    """Also takes other integer types, such as numpy's; never a bool or a float."""
+    if type(token_id) is int:
+        return token_id
+    try:
+        if isinstance(token_id, bool):
+            raise TypeError
+        return operator.index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(f"prompt token {position} is {token_id!r}: token ids must be integers") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +173,6 @@ def naive_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 def test_what_is_found_depends_on_the_text_alone_and_shown_text_is_never_taken_back(pieces, stops):
     text, stop, visible = feed_all(pieces, stops)
     assert (text, stop) == naive_stop("".join(pieces), stops)
-    for earlier, later in zip(visible, visible[1:], strict=False):
+    for earlier, later in itertools.pairwise(visible):
         assert later.startswith(earlier)
     assert all(text.startswith(shown) for shown in visible)
