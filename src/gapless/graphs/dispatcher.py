@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gapless.graphs.batch import BatchDescriptor, BatchShape
-from gapless.graphs.graph_plan import GraphPlan
+from gapless.graphs.graph_plan import PLANNED_PHASES, GraphPlan
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 
 MAX_PADDING_RATIO = 2
@@ -75,7 +75,9 @@ class Dispatcher:
         self._max_reqs = max_reqs
         self._sets = sets
         self._has_lora_graphs = has_lora_graphs
-        self._by_phase = {phase: _in_order(sets, phase) for phase in (Phase.PREFILL, Phase.DECODE)}
+        self._by_phase = {
+            phase: _in_order(sets, phase, plan.phase(phase).strategy.runtime_mode) for phase in PLANNED_PHASES
+        }
 
     @classmethod
     def build(cls, plan: GraphPlan, *, max_reqs: int, with_lora: bool = False) -> Dispatcher:
@@ -218,9 +220,12 @@ def _graph_sets(plan: GraphPlan, *, max_reqs: int, lora_cases: tuple[bool, ...])
         yield graph_set(Phase.DECODE, decode_tokens)
 
 
-def _in_order(sets: tuple[_GraphSet, ...], phase: Phase) -> tuple[_GraphSet, ...]:
-    """The sets that may serve ``phase``: the higher mode first, then the phase's own."""
-    usable = [s for s in sets if phase is Phase.DECODE or s.query_len is None]
+def _in_order(sets: tuple[_GraphSet, ...], phase: Phase, highest: RuntimeMode) -> tuple[_GraphSet, ...]:
+    """The sets that may serve ``phase``: the higher mode first, then the phase's own.
+
+    ``highest`` is the mode of the phase's strategy: a phase that was planned piecewise never runs full.
+    """
+    usable = [s for s in sets if s.mode <= highest and (phase is Phase.DECODE or s.query_len is None)]
     return tuple(sorted(usable, key=lambda s: (-s.mode, s.owner is not phase)))
 
 
