@@ -32,8 +32,8 @@ _BOOLS = {
 class Env:
     """What the environment says. An unset or empty variable has its default."""
 
-    logging_level: str = "INFO"
-    """``GAPLESS_LOGGING_LEVEL``: one of ``LOGGING_LEVELS``, in any case."""
+    logging_level: str | None = None
+    """``GAPLESS_LOGGING_LEVEL``: one of ``LOGGING_LEVELS``, in any case. None: the command's own default."""
     force_graphs: bool = False
     """``GAPLESS_FORCE_GRAPHS``: ``tc_piecewise`` ignores even the hard rules (tests only)."""
     vit_enable_cuda_graph: bool = False
@@ -53,11 +53,11 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     )
 
 
-def _logging_level(values: Mapping[str, str]) -> str:
+def _logging_level(values: Mapping[str, str]) -> str | None:
     text = values.get("GAPLESS_LOGGING_LEVEL", "").strip()
     if text and text.upper() not in LOGGING_LEVELS:
         raise ConfigError(f"GAPLESS_LOGGING_LEVEL={text}: must be one of {', '.join(LOGGING_LEVELS)}")
-    return text.upper() or Env().logging_level
+    return text.upper() or None
 
 
 def _bool(values: Mapping[str, str], name: str) -> bool:
