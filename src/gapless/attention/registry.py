@@ -138,7 +138,14 @@ def _triton_paged() -> AttentionBackend:
 _DEFAULTS = {"cpu": "torch_reference", "cuda": "triton_paged"}
 
 _ROWS = (
-    BackendInfo(name="torch_reference", support=_ALWAYS, devices=("cpu", "cuda"), factory=_torch_reference),
+    BackendInfo(
+        name="torch_reference",
+        support=_ALWAYS,
+        preferred=GraphMode.FULL,
+        devices=("cpu", "cuda"),
+        factory=_torch_reference,
+        note="one routine for every batch; recording a full graph computes nothing, so start-up is short",
+    ),
     BackendInfo(
         name="triton_paged",
         support=_ALWAYS,

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gapless.graphs.capture import warm_up
 from torch import Tensor
 
 from gapless.errors import CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputViews, StaticInputs
+from gapless.graphs.capture import warm_up
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.store import GraphKey, GraphStore, PaddingTiming
@@ -98,7 +98,11 @@ class GraphRunner:
         eager.
         """
         failed: list[BatchDescriptor] = []
-        for descriptor in sorted(descriptors, reverse=True):
+        largest_first = sorted(descriptors, reverse=True)
+        if largest_first and self.store.device.num_warmups == 0:
+            # Recording needs none here, but what the model makes lazily must exist before the first capture.
+            self._warm_up(largest_first[-1], times=1)
+        for descriptor in largest_first:
             try:
                 self._capture_one(descriptor)
             except CaptureError as error:
@@ -180,17 +184,21 @@ class GraphRunner:
                 self.inputs.load_on_device(views, self._prologue(views, num_real))
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
+        views, batch = self._warm_up(descriptor, times=self.store.device.num_warmups)
+        recording = ForwardContext(mode=self.strategy.runtime_mode, descriptor=descriptor, batch=batch)
+        with torch.no_grad(), use_forward_context(recording):
+            self._call(views)
+
+    def _warm_up(self, descriptor: BatchDescriptor, *, times: int) -> tuple[InputViews, Any]:
+        """Load the dummy batch and run it ``times`` in mode NONE; returns the bucket's views and batch."""
         sizes = self._sizes_of(descriptor)
         views = self.inputs.views(sizes)
         self._load(views, self._make_dummy(descriptor), sizes)
         batch = self._batch(views, descriptor)
         eager = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
-        device = self.store.device
         with use_forward_context(eager):
-            warm_up(lambda: self._call(views), device, device.num_warmups)
-        recording = ForwardContext(mode=self.strategy.runtime_mode, descriptor=descriptor, batch=batch)
-        with torch.no_grad(), use_forward_context(recording):
-            self._call(views)
+            warm_up(lambda: self._call(views), self.store.device, times)
+        return views, batch
 
     def _run_and_store(self, views: InputViews) -> tuple[Tensor, ...]:
         results = self._fn(views)

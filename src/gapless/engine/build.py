@@ -1,0 +1,335 @@
+"""From a config and a loaded model to a runner that is ready: plan, memory, cache, graphs.
+
+The order matters. The plan is made from facts alone; on a GPU the cost of graphs and activations is measured
+with a cache of one block before the real cache is sized; only then are limits final, sizes above them
+dropped, and the graphs captured, prefill before decode and largest first, into one pool. After that the store
+is sealed, and every captured key is looked up once through the dispatcher, which must find it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gapless.attention.registry import create_backend, select_backend
+from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
+from gapless.config import EngineConfig
+from gapless.engine.graph_set import GraphSet, StepLimits
+from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
+from gapless.engine.row_graphs import RowGraphs
+from gapless.engine.rules import capabilities_for
+from gapless.engine.runner import ModelRunner
+from gapless.env import read_env
+from gapless.errors import ConfigError, GraphError
+from gapless.graphs.batch import BatchDescriptor, BatchShape
+from gapless.graphs.device import get_device
+from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.dispatcher import MAX_PADDING_RATIO, MAX_PADDING_TOKENS, Dispatcher
+from gapless.graphs.ladder import decode_ladder
+from gapless.graphs.modes import Phase, Strategy
+from gapless.graphs.plan import GraphPlan, resolve
+from gapless.graphs.report import StepLog
+from gapless.graphs.runner import GraphRunner
+from gapless.graphs.store import GraphStore
+from gapless.models.registry import LoadedModel, load_model
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage name, how much is done and how much there is."""
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one. Raises ``ConfigError`` for a device this machine does not have."""
+    has_cuda = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if has_cuda else "cpu"
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("--device=cuda: this machine or this torch has no CUDA device; use cpu or auto")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedEngine:
+    """A runner with what belongs to its model."""
+
+    runner: ModelRunner
+    loaded: LoadedModel
+    config: EngineConfig
+
+
+def open_engine(config: EngineConfig, progress: Progress | None = None) -> OpenedEngine:
+    """Load the model that ``config`` names and build its runner; errors are those of the two parts."""
+    torch_device = resolve_device(config.device)
+    config = config.with_device_defaults(torch_device.type)
+    start = time.perf_counter()
+    loaded = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=torch_device,
+        load_format=config.load_format,
+        seed=config.seed,
+        max_model_len=config.max_model_len,
+        progress=progress,
+    )
+    load_s = time.perf_counter() - start
+    runner = build_runner(config, loaded, torch_device=torch_device, load_s=load_s, progress=progress)
+    return OpenedEngine(runner=runner, loaded=loaded, config=config)
+
+
+def build_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    *,
+    torch_device: torch.device,
+    load_s: float = 0.0,
+    progress: Progress | None = None,
+) -> ModelRunner:
+    """Make the runner. ``config`` has its device defaults; ``loaded`` lies on ``torch_device``.
+
+    Raises ``ConfigError`` for contradictions and ``MemoryLimitError`` when the cache or the largest step does
+    not fit. A size that cannot be captured is no error: it stays eager and is in the report.
+    """
+    return _Build(config, loaded, torch_device, load_s, progress).run()
+
+
+class _Build:
+    """One start-up; holds what its steps share."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        torch_device: torch.device,
+        load_s: float,
+        progress: Progress | None,
+    ) -> None:
+        assert config.max_running_requests is not None  # with_device_defaults has filled these in
+        assert config.chunked_prefill_size is not None
+        self.config, self.model, self.info = config, loaded.model, loaded.info
+        self.progress = progress
+        self.device: GraphDevice = get_device(torch_device)
+        device_type = self.device.torch_device.type
+        self.backend_name = select_backend(config.attention_backend, device_type=device_type)
+        self.backend = create_backend(config.attention_backend, device_type=device_type)
+        self.max_model_len = loaded.max_model_len
+        self.max_num_reqs = config.max_running_requests
+        self.seconds: dict[str, float] = {"load": load_s}
+
+    def run(self) -> ModelRunner:
+        plan = self._plan()
+        start = time.perf_counter()
+        num_blocks, estimate = self._size_cache(plan)
+        pool = self._make_cache(num_blocks)
+        self.seconds["cache"] = time.perf_counter() - start
+        limits = self._limits(pool.num_usable_tokens)
+        plan = plan.with_limits(
+            max_tokens=limits.max_num_tokens,
+            max_reqs=limits.max_num_reqs,
+            reason=f"one step holds at most {limits.max_num_tokens} tokens of {limits.max_num_reqs} requests",
+        )
+        log = StepLog()
+        store = GraphStore(self.device)
+        graphs = self._graph_set(store, plan, limits)
+        rows = RowGraphs(_row_sizes(plan, limits), log)
+        dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
+        start = time.perf_counter()
+        self._capture(store, graphs, rows, dispatcher)
+        _check_lookup(store, dispatcher, plan)
+        _measure_gaps(graphs, dispatcher)
+        self.seconds["capture"] = time.perf_counter() - start
+        startup = {
+            "attention_backend": self.backend_name,
+            "num_blocks": pool.num_blocks,
+            "cache_bytes": pool.num_bytes,
+            "max_model_len": limits.max_model_len,
+            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+            "memory": report_of(estimate, store),
+        }
+        for line in plan.describe():
+            logger.info(line)
+        return ModelRunner(
+            graphs,
+            plan=plan,
+            dispatcher=dispatcher,
+            rows=rows,
+            log=log,
+            num_blocks=pool.num_blocks,
+            startup=startup,
+        )
+
+    def _plan(self) -> GraphPlan:
+        assert self.config.chunked_prefill_size is not None
+        capabilities = capabilities_for(
+            self.info,
+            attention=(self.backend_name,),
+            supports_graphs=self.device.supports_graphs,
+            max_running_requests=self.max_num_reqs,
+            chunked_prefill_size=self._max_num_tokens(self.max_model_len),
+            max_total_tokens=self.config.max_total_tokens,
+        )
+        return resolve(self.config.graph_request(force=read_env().force_graphs), capabilities)
+
+    def _max_num_tokens(self, max_model_len: int) -> int:
+        """The most tokens one step can hold: the budget (at least one token for every running request), and
+        no more than all requests at full length."""
+        assert self.config.chunked_prefill_size is not None
+        budget = max(self.config.chunked_prefill_size, self.max_num_reqs)
+        if self.config.max_total_tokens is not None:
+            budget = min(budget, self.config.max_total_tokens)
+        return min(budget, self.max_num_reqs * max_model_len)
+
+    def _limits(self, usable_tokens: int) -> StepLimits:
+        max_model_len = min(self.max_model_len, usable_tokens)
+        return StepLimits(
+            max_num_tokens=min(self._max_num_tokens(max_model_len), usable_tokens),
+            max_num_reqs=min(self.max_num_reqs, usable_tokens),
+            max_model_len=max_model_len,
+            block_size=self.config.block_size,
+        )
+
+    def _size_cache(self, plan: GraphPlan) -> tuple[int, MemoryEstimate | None]:
+        """Blocks of the cache, the sink included."""
+        block_size = self.config.block_size
+        most = MIN_BLOCKS - 1 + self.max_num_reqs * -(-self.max_model_len // block_size)
+        if self.config.max_total_tokens is not None:
+            most = min(most, 1 + self.config.max_total_tokens // block_size)
+        if self.config.kv_cache_tokens is not None:
+            return 1 + self.config.kv_cache_tokens // block_size, None
+        limits = self._limits(self.max_model_len * self.max_num_reqs)
+        self._make_cache(MIN_BLOCKS)
+        estimate = measure(self.device, lambda store: self._runners(store, plan, limits))
+        num_blocks = num_blocks_on_gpu(
+            self.device,
+            estimate=estimate,
+            utilization=self.config.gpu_memory_utilization,
+            bytes_per_block=bytes_per_block(
+                block_size=block_size,
+                num_layers=self.info.num_layers,
+                num_kv_heads=self.info.num_kv_heads,
+                head_size=self.info.head_size,
+                dtype=self.info.dtype,
+            ),
+            most=most,
+        )
+        return num_blocks, estimate
+
+    def _make_cache(self, num_blocks: int) -> KVCachePool:
+        pool = KVCachePool(
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            num_layers=self.info.num_layers,
+            num_kv_heads=self.info.num_kv_heads,
+            head_size=self.info.head_size,
+            dtype=self.info.dtype,
+            device=self.device.torch_device,
+        )
+        pool.bind(self.model.attention_layers(), self.backend)
+        return pool
+
+    def _graph_set(self, store: GraphStore, plan: GraphPlan, limits: StepLimits) -> GraphSet:
+        strategies = (plan.prefill.strategy, plan.decode.strategy)
+        return GraphSet(
+            self.model,
+            store=store,
+            limits=limits,
+            prefill=strategies[0],
+            decode=strategies[1],
+            row_strategy=_row_strategy(plan),
+        )
+
+    def _runners(
+        self, store: GraphStore, plan: GraphPlan, limits: StepLimits
+    ) -> list[tuple[GraphRunner, list[BatchDescriptor]]]:
+        """Every runner with what it is to capture, in the order of capture."""
+        graphs = self._graph_set(store, plan, limits)
+        dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
+        rows = RowGraphs(_row_sizes(plan, limits), StepLog())
+        return _to_capture(graphs, rows, dispatcher)
+
+    def _capture(self, store: GraphStore, graphs: GraphSet, rows: RowGraphs, dispatcher: Dispatcher) -> None:
+        work = _to_capture(graphs, rows, dispatcher)
+        total, done = sum(len(descriptors) for _, descriptors in work), 0
+
+        def on_done(descriptor: BatchDescriptor) -> None:
+            nonlocal done
+            done += 1
+            if self.progress is not None:
+                self.progress("capture", done, total)
+
+        with store.capturing():
+            for runner, descriptors in work:
+                failed = runner.capture(descriptors, on_done=on_done)
+                if runner.phase in (Phase.PREFILL, Phase.DECODE):
+                    for descriptor in failed:
+                        dispatcher.drop(descriptor, phase=runner.phase)
+                else:
+                    rows.drop(runner, failed)
+
+
+def _to_capture(
+    graphs: GraphSet, rows: RowGraphs, dispatcher: Dispatcher
+) -> list[tuple[GraphRunner, list[BatchDescriptor]]]:
+    row_descriptors = rows.descriptors()
+    work = [
+        (graphs.prefill, list(dispatcher.capture_descriptors(Phase.PREFILL))),
+        (graphs.decode, list(dispatcher.capture_descriptors(Phase.DECODE))),
+        (graphs.head, row_descriptors),
+        (graphs.sample, row_descriptors),
+        (graphs.sample_filtered, row_descriptors),
+    ]
+    return [(runner, descriptors) for runner, descriptors in work if descriptors]
+
+
+def _row_strategy(plan: GraphPlan) -> Strategy:
+    """Head and sampling are graphs wherever any phase is: they hold no attention, so nothing limits them."""
+    off = plan.prefill.strategy is plan.decode.strategy is Strategy.DISABLED
+    return Strategy.DISABLED if off else Strategy.FULL
+
+
+def _row_sizes(plan: GraphPlan, limits: StepLimits) -> tuple[int, ...]:
+    """The decode ladder where decode has graphs of its own, else the default ladder; always up to every
+    request."""
+    if _row_strategy(plan) is Strategy.DISABLED:
+        return ()
+    if not plan.decode.ladder.is_explicit:
+        return decode_ladder(max_reqs=limits.max_num_reqs).sizes
+    return tuple(sorted({*plan.decode.ladder.sizes, limits.max_num_reqs}))
+
+
+def _check_lookup(store: GraphStore, dispatcher: Dispatcher, plan: GraphPlan) -> None:
+    """Every captured key of the two phases must be what the dispatcher returns for a batch of exactly that
+    size."""
+    for row in store.ledger:
+        descriptor = row.key.descriptor
+        if row.key.phase not in (Phase.PREFILL, Phase.DECODE):
+            continue
+        if descriptor.uniform:
+            query_lens = (plan.uniform_query_len,) * descriptor.num_reqs
+        elif row.key.phase is Phase.PREFILL and descriptor.num_tokens != plan.uniform_query_len:
+            query_lens = (descriptor.num_tokens,)
+        else:
+            query_lens = (plan.uniform_query_len,) * (descriptor.num_tokens // plan.uniform_query_len)
+        found = dispatcher.dispatch(BatchShape(query_lens=query_lens))
+        if found.descriptor != descriptor and found.mode <= row.key.mode:
+            raise GraphError(f"captured {row.key}, but a batch of exactly that size is dispatched to {found}")
+
+
+def _measure_gaps(graphs: GraphSet, dispatcher: Dispatcher) -> None:
+    """Where a listed ladder leaves wide gaps, measure whether padding up to the next size beats an eager
+    step."""
+    if graphs.prefill.strategy is Strategy.DISABLED:
+        return
+    below = 0
+    for descriptor in reversed(dispatcher.capture_descriptors(Phase.PREFILL)):
+        fewest, below = below + 1, descriptor.num_tokens
+        padding = descriptor.num_tokens - fewest
+        if padding <= MAX_PADDING_TOKENS or descriptor.num_tokens <= MAX_PADDING_RATIO * fewest:
+            continue
+        plain = BatchDescriptor(num_tokens=fewest, num_reqs=1)
+        if graphs.prefill.time_padding(descriptor, plain).is_graph_faster:
+            dispatcher.allow_padding(descriptor, up_to=padding)
