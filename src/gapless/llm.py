@@ -193,7 +193,6 @@ class LLM:
         self._is_shut_down = True
         for request_id in list(self._calls):
             self.core.abort_request(request_id)
-        self._calls.clear()
         self.runner.shutdown()
 
     def __enter__(self) -> LLM:

@@ -77,9 +77,8 @@ class EngineCore:
         """Check a request without adding it. Raises ``RequestError``."""
         if request_id in self._active:
             raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
-        return self.intake.make_request(
-            request_id, prompt, params or SamplingParams(), prompt_text=prompt_text
-        )
+        params = SamplingParams() if params is None else params
+        return self.intake.make_request(request_id, prompt, params, prompt_text=prompt_text)
 
     def add(self, request: Request, *, streams: bool = True) -> None:
         """Queue a prepared request. ``streams`` false: only its last output is returned (cheaper)."""

@@ -56,7 +56,7 @@ def test_an_unusable_prompt_is_refused_with_its_reason(prompt, message):
 def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused():
     intake = make_intake(max_model_len=1000, capacity_tokens=16)
     assert intake.make_request("r", [1] * 15, IDS_ONLY).max_total_tokens == 16
-    with pytest.raises(RequestError, match="whole KV cache holds 16.*raise kv_cache_tokens"):
+    with pytest.raises(RequestError, match=r"whole KV cache holds 16.*raise kv_cache_tokens"):
         intake.make_request("r", [1] * 16, IDS_ONLY)
 
 
