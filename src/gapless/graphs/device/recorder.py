@@ -58,9 +58,7 @@ class Recording:
         self.last_op = str(op)
         if kind is OpKind.VIEW:
             result = op(*args, **kwargs)
-            if (
-                op is torch.ops.aten.lift_fresh.default
-            ):  # data made by Python: frozen, and owned by the segment
+            if op is torch.ops.aten.lift_fresh.default:  # data made by Python: frozen, so the segment owns it
                 self.constants.append(result)
             return result
         if kind is OpKind.HOST_READ:
@@ -82,36 +80,30 @@ class Recording:
 
     def alias(self, tensor: Tensor, op: str, argument: str) -> Tensor:
         """A non-owning stand-in; external memory is put under watch."""
-        key = (
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            self.refuse(op, f"argument {argument} is a {tensor.layout} tensor on {tensor.device}")
+        if tensor.numel() == 0:  # no memory to address, and no identity to share
+            return alias_address(tensor)
+        bits = (tensor.is_conj(), tensor.is_neg())
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, bits)
         found = self._aliases.get(key)
         if found is not None:
             return found
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            self.refuse(op, f"argument {argument} is a {tensor.layout} tensor on {tensor.device}")
-        if tensor.numel() != 0 and self._arena.owns(tensor):
+        if self._arena.owns(tensor):
             alias = self._arena.alias(tensor)
         else:
             alias = alias_address(tensor)
-        if tensor.numel() != 0 and not self._arena.owns(tensor):
-            storage = StorageWeakRef(tensor.untyped_storage())
-            self.externals.setdefault(
-                storage.cdata,
-                ExternalUse(
-                    storage=storage,
-                    op=op,
-                    argument=argument,
-                    description=f"{tuple(tensor.shape)} {tensor.dtype}, at {user_source_line()}",
-                ),
-            )
+            self._watch(tensor, op, argument)
         self._aliases[key] = alias
         return alias
+
+    def _watch(self, tensor: Tensor, op: str, argument: str) -> None:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage.cdata not in self.externals:
+            description = f"{tuple(tensor.shape)} {tensor.dtype}, at {user_source_line()}"
+            self.externals[storage.cdata] = ExternalUse(
+                storage=storage, op=op, argument=argument, description=description
+            )
 
     def _infer(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
