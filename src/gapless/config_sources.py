@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +97,18 @@ def parse_sizes(name: str, value: Any) -> tuple[int, ...]:
     if not words:
         raise ConfigError(f"{name} is an empty list; list at least one size, such as 1,2,4")
     return tuple(_size(name, word) for word in words)
+
+
+def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of a TOML file. Raises ``ConfigError`` naming the file."""
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"config file {name}: {error.strerror or error}") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"config file {name}: not TOML ({error})") from None
 
 
 def parse_compilation_config(value: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -309,20 +308,11 @@ def _open(
     progress: ProgressCallback | None,
 ) -> OpenedEngine:
     from gapless.config import EngineConfig  # these import torch, which takes longer than all the rest
+    from gapless.config_sources import read_config_file
     from gapless.engine.build import open_engine
 
-    from_file = {} if config_file is None else _read_config_file(config_file)
+    from_file = {} if config_file is None else read_config_file(config_file)
     return open_engine(EngineConfig.from_sources(python=options, config_file=from_file), progress)
-
-
-def _read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"config file {os.fspath(path)}: {error.strerror or error}") from None
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise ConfigError(f"config file {os.fspath(path)}: not TOML ({error})") from None
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:

@@ -1,0 +1,71 @@
+"""``gapless generate``: prompts in, text out as it comes, then how it ran.
+
+Standard output carries the text (or JSON lines) and nothing else, so it can be piped; progress, the table of
+steps and the plan go to standard error. The exit code says whether every request ended well.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from gapless.cli.options import EngineOptions, SamplingOptions
+from gapless.cli.prompts import collect_prompts
+from gapless.cli.session import has_chat_template, open_llm, render_prompts, run_prompts, titles_of
+from gapless.cli.streaming import make_view
+from gapless.errors import ConfigError
+from gapless.sampling.params import SamplingParams
+
+
+def generate(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts-file",
+            metavar="FILE",
+            help='One prompt per line, or JSON lines with "prompt" or "token_ids"; - is standard input.',
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put prompts into the model's chat template, or not. Default: if it has one.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON lines: one per answer, then a report.")
+    ] = False,
+) -> None:
+    """Generate text for one or more prompts, all of them at the same time."""
+    prompts = collect_prompts(prompt, prompts_file)
+    params = SamplingParams(**sampling.sampling_kwargs())
+    with open_llm(engine) as llm:
+        if chat and not has_chat_template(llm):
+            raise ConfigError("--chat: this model has no chat template; use --raw")
+        use_chat = has_chat_template(llm) if chat is None else chat
+        if chat is None and use_chat:
+            print("using the model's chat template (--raw turns it off)", file=sys.stderr)
+        rendered = render_prompts(llm, prompts, chat=use_chat)
+        view = make_view(titles_of(prompts), params.n, as_json=as_json)
+        outputs = run_prompts(llm, prompts, rendered, params, view)
+        report = llm.report()
+
+    if as_json:
+        print(json.dumps({"type": "report", **report}), flush=True)
+    else:
+        from gapless.cli.render import make_console, plan_lines, print_report
+
+        console = make_console(sys.stderr)
+        print_report(console, report)
+        for line in plan_lines(report["plan"]):
+            console.print(line, style="dim", markup=False)
+    if any(choice.finish_reason in ("error", "abort") for output in outputs for choice in output.outputs):
+        raise typer.Exit(1)

@@ -1,0 +1,121 @@
+"""Plans and reports as text for people: the plan in a few lines, every kind of step in one table.
+
+Input is the plain dictionaries of the report schema, the same that ``--json`` prints, so what a person reads
+and what a program reads cannot differ. Nothing here computes anything but sums and percentages.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_PHASE_ORDER = ("prefill", "head", "decode", "encoder", "sample", "sample_filtered")
+_UNITS = {"prefill": "tokens", "decode": "requests"}
+_QUIET_RULES = ("auto", "piecewise")
+"""Decisions that only spell out the defaults; shown in full by ``inspect``."""
+
+
+def make_console(stream: IO[str] | None = None) -> Console:
+    """A console on ``stream`` (standard output) that never folds words into columns of one letter in a
+    pipe.
+    """
+    stream = sys.stdout if stream is None else stream
+    width = None if stream.isatty() else max(100, shutil.get_terminal_size((100, 24)).columns)
+    return Console(file=stream, width=width, highlight=False, soft_wrap=True)
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """The table of steps, then what was captured, then captures that failed."""
+    console.print(step_table(report))
+    console.print(capture_line(report), style="dim")
+    for failure in report["failures"]:
+        console.print(f"capture failed: {failure['graph']}: {failure['message']}", style="yellow")
+
+
+def step_table(report: dict[str, Any]) -> Table:
+    """One row per kind of step: what ran as which graph, and what ran eagerly and why."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step")
+    table.add_column("ran as")
+    table.add_column("bucket", justify="right")
+    table.add_column("steps", justify="right")
+    table.add_column("padding", justify="right")
+    for step in sorted(report["steps"], key=lambda s: (*_order(s), s["bucket"])):
+        slots = step["count"] * step["bucket"]
+        table.add_row(
+            step["phase"],
+            f"{step['strategy']} graph",
+            f"{step['bucket']} {_UNITS.get(step['phase'], 'rows')}",
+            str(step["count"]),
+            f"{step['padding'] / slots:.0%}" if slots else "0%",
+        )
+    for step in sorted(report["eager"], key=_order):
+        table.add_row(step["phase"], f"eager: {step['reason']}", "", str(step["count"]), "", style="yellow")
+    replays, eager = (sum(s["count"] for s in report[kind]) for kind in ("steps", "eager"))
+    table.add_section()
+    table.add_row("all", f"{replays} graph replays, {eager} eager", "", str(replays + eager), "")
+    return table
+
+
+def plan_lines(plan: dict[str, Any], *, every_decision: bool = False) -> list[str]:
+    """The plan: mode, each phase with its sizes, and the decisions that changed something (or all)."""
+    lines = [f"plan     {plan['mode'] or 'set per phase'}"]
+    for phase in ("prefill", "decode"):
+        lines.append(f"{phase:<8} {_phase_text(plan, phase)}")
+        lines += [f"  size {lost['size']} dropped: {lost['reason']}" for lost in plan[phase]["dropped"]]
+    for decision in plan["decisions"]:
+        if every_decision or decision["rule"] not in _QUIET_RULES:
+            lines.append("  " + _decision_text(decision))
+    return lines
+
+
+def capture_line(report: dict[str, Any]) -> str:
+    memory, num_graphs = report["memory"], len(report["graphs"])
+    if not num_graphs:
+        return "no graphs captured"
+    text = (
+        f"{num_graphs} graphs captured in {memory['capture_s']:.1f} s, pool {mebibytes(memory['pool_bytes'])}"
+    )
+    if memory["driver_bytes"]:
+        text += f", driver {mebibytes(memory['driver_bytes'])}"
+    return text
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def sizes_text(sizes: list[int]) -> str:
+    """``1, 2, 4, 8`` in full, a long list by its ends and their number."""
+    if len(sizes) <= 8:
+        return ", ".join(map(str, sizes))
+    return f"{len(sizes)} sizes, {sizes[0]} to {sizes[-1]}"
+
+
+def _phase_text(plan: dict[str, Any], phase: str) -> str:
+    part = plan[phase]
+    if part["strategy"] == "disabled":
+        return "disabled: every step runs eagerly"
+    if not part["sizes"]:
+        return f"{part['strategy']}, in the graphs of prefill"
+    text = f"{part['strategy']}, {sizes_text(part['sizes'])} {part['unit']}"
+    if phase == "decode" and plan["uniform_query_len"] > 1:
+        text += f" of {plan['uniform_query_len']} tokens"
+    return text
+
+
+def _decision_text(decision: dict[str, Any]) -> str:
+    where = f"{decision['phase']}: " if decision["phase"] else ""
+    before, after = decision["before"], decision["after"]
+    change = after if before == after else f"{before} → {after}"
+    return f"{where}{change} ({decision['rule']}: {decision['reason']})"
+
+
+def _order(step: dict[str, Any]) -> tuple[int, str]:
+    phase = step["phase"]
+    return (_PHASE_ORDER.index(phase) if phase in _PHASE_ORDER else len(_PHASE_ORDER), phase)
