@@ -12,12 +12,6 @@ import torch
 from gapless.graphs.device.emulated import EmulatedDevice
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Captures collect garbage; objects made by the imports so far need no visit each time.
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wants_soak = os.environ.get("GAPLESS_SOAK") == "1"
     soak = [item for item in items if item.get_closest_marker("soak") is not None]
@@ -31,8 +25,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+@pytest.fixture(scope="session")
+def _quick_collections() -> None:
+    """Captures collect garbage. What imports made (the first capture imports a lot) need not be visited each time."""
+    first = EmulatedDevice()
+    first.begin_segment(first.new_pool())
+    torch.ones(1)
+    first.end_segment()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def device() -> Iterator[EmulatedDevice]:
+def device(_quick_collections: None) -> Iterator[EmulatedDevice]:
     """A fresh emulated device; fails the test that leaves a segment open."""
     made = EmulatedDevice()
     yield made

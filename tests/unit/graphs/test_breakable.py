@@ -1,4 +1,4 @@
-"""Breakable captures: the forward is cut at breaks, bodies see real and live data, results reach the next segment."""
+"""Breakable captures: cut at breaks, bodies see real and live data, results reach the next segment."""
 
 from __future__ import annotations
 
@@ -179,14 +179,14 @@ def test_tensors_inside_containers_are_arguments_too(device):
 def test_pool_arguments_are_not_owned_and_other_arguments_are(device):
     pool = device.new_pool()
     x = torch.ones(1000)
-    temporary = torch.full((1000,), 4.0)
+    weights = [torch.full((1000,), 4.0)]
 
     @eager_break
     def combine(h: Tensor, weight: Tensor) -> Tensor:
         return h + weight
 
-    program, out = capture(device, lambda: combine(x * 2, temporary) + 1, pool=pool)
-    del temporary
+    program, out = capture(device, lambda: combine(x * 2, weights[0]) + 1, pool=pool)
+    weights.clear()
     assert pool.bytes_in_use == 4096  # the output alone: neither the argument nor the slot is held
     program.replay()
     assert out[0] == 7
