@@ -15,7 +15,8 @@ from gapless.models.decoder import Decoder
 
 
 class PagedForward:
-    """Keeps a cache for a fixed set of sequences; ``step`` appends tokens to each and returns all their logits."""
+    """Keeps a cache for a fixed set of sequences; ``step`` appends tokens to each and returns all their
+    logits."""
 
     def __init__(self, model: Decoder, *, num_seqs: int, max_len: int, block_size: int = 4) -> None:
         self._model, self._block_size, self._max_len = model, block_size, max_len

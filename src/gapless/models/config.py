@@ -127,8 +127,8 @@ _HARMLESS = _keys(
     "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids remove_invalid_values",
     "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens",
     "begin_suppress_tokens",
-    # Means something only together with a sliding window.
-    "max_window_layers",
+    # Means something only together with a sliding window, or to nobody.
+    "max_window_layers max_sequence_length seq_length",
 )
 
 _HARMLESS_AT: Mapping[str, tuple[Any, ...]] = {

@@ -27,12 +27,12 @@ from gapless.models.rope import rope_table, rotate
 class Decoder(nn.Module):
     """A causal language model with empty parameters; a loader fills ``weight_targets()``.
 
-    ``max_model_len`` is the number of positions the rotary table covers; positions beyond it are the caller's
+    ``max_positions`` is how many positions the rotary table covers; a position beyond it is the caller's
     error.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+        self, config: DecoderConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         placement = Placement(dtype=dtype, device=device)
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
             vocab_size=config.vocab_size,
-            max_model_len=max_model_len,
+            max_model_len=config.max_model_len,
             dtype=dtype,
             eos_token_ids=config.eos_token_ids,
         )
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
             else linear_weight(config.vocab_size, config.hidden_size, placement=placement)
         )
         self.rope_P2F: Tensor
-        table_P2F = rope_table(config.rope, max_positions=max_model_len, dtype=dtype, device=device)
+        table_P2F = rope_table(config.rope, max_positions=max_positions, dtype=dtype, device=device)
         self.register_buffer("rope_P2F", table_P2F, persistent=False)
         self.eval()
 

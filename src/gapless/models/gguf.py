@@ -9,12 +9,12 @@ are put back here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def gguf_decoder_config(file: GGUFFile) -> DecoderConfig:
     if keys.get("rope.dimension_count", config.head_size) != config.head_size:
         raise ModelError(f"{file.path}: rotary embedding of a part of each head is not implemented")
     if _DIVISORS in file.tensors:
-        divisors = _dequantized(file, file.tensors[_DIVISORS]).flatten().tolist()
+        divisors = read_tensor(file, file.tensors[_DIVISORS]).flatten().tolist()
         config = replace(config, rope=replace(config.rope, divisors=tuple(divisors)))
     return config
 
@@ -114,7 +114,7 @@ def load_gguf(model: Decoder, file: GGUFFile, *, progress: Progress | None = Non
             raise ModelError(
                 f"{file.path}: tensor '{tensor.name}' has no place in a {model.info.architecture}"
             )
-        value = _dequantized(file, tensor)
+        value = read_tensor(file, tensor)
         if is_interleaved and ".self_attn.q_proj." in name:
             value = _deinterleaved(value, model.info.num_heads)
         elif is_interleaved and ".self_attn.k_proj." in name:
@@ -125,6 +125,40 @@ def load_gguf(model: Decoder, file: GGUFFile, *, progress: Progress | None = Non
     if missing:
         names_text = ", ".join(list(missing)[:3]) + (" …" if len(missing) > 3 else "")
         raise ModelError(f"{file.path}: {len(missing)} tensors are missing: {names_text}")
+
+
+def read_tensor(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
+    """The values of one tensor: float32, or as stored where torch knows the type. Raises ``ModelError``."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise ModelError(f"{file.path}: reading GGUF files needs a package: pip install gguf") from error
+    where = f"{file.path}: tensor '{tensor.name}'"
+    try:
+        kind = GGMLQuantizationType(tensor.quantization)
+    except ValueError as error:
+        raise ModelError(f"{where} has the unknown quantisation {tensor.quantization}") from error
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    row, num_rows = tensor.shape[-1], math.prod(tensor.shape[:-1])
+    if row % block_size:
+        raise ModelError(f"{where}: rows of {row} do not divide into {kind.name} blocks of {block_size}")
+    raw = file.data(tensor, num_rows * (row // block_size) * block_bytes)
+    stored = {
+        GGMLQuantizationType.F32: torch.float32,
+        GGMLQuantizationType.F16: torch.float16,
+        GGMLQuantizationType.BF16: torch.bfloat16,
+    }.get(kind)
+    if stored is not None:
+        return torch.from_numpy(raw).view(stored).reshape(tensor.shape)
+    try:
+        # The package works on 16 rows at a time; with 16 of ours in each of its rows it takes half the time.
+        per_row = math.gcd(num_rows, 16)
+        return torch.from_numpy(dequantize(raw.reshape(num_rows // per_row, -1), kind)).reshape(tensor.shape)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{where}: quantisation {kind.name} cannot be expanded by the gguf package"
+        ) from error
 
 
 def _raw_config(file: GGUFFile, architecture: str, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,38 +193,6 @@ def _checkpoint_name(name: str) -> str | None:
         return f"model.layers.{index}.{_BLOCK_NAMES[part]}.{kind}" if part in _BLOCK_NAMES else None
     top = _TOP.fullmatch(name)
     return f"{_TOP_NAMES[top[1]]}.{top[2]}" if top is not None and top[1] in _TOP_NAMES else None
-
-
-def _dequantized(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
-    """The tensor's values as float32, or as stored where torch knows the type."""
-    try:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise ModelError(f"{file.path}: reading GGUF files needs a package: pip install gguf") from error
-    where = f"{file.path}: tensor '{tensor.name}'"
-    try:
-        kind = GGMLQuantizationType(tensor.quantization)
-    except ValueError as error:
-        raise ModelError(f"{where} has the unknown quantisation {tensor.quantization}") from error
-    block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    row, num_rows = tensor.shape[-1], int(np.prod(tensor.shape[:-1], dtype=np.int64))
-    if row % block_size:
-        raise ModelError(f"{where}: rows of {row} do not divide into {kind.name} blocks of {block_size}")
-    raw = file.data(tensor, num_rows * (row // block_size) * block_bytes).reshape(num_rows, -1)
-    stored = {
-        GGMLQuantizationType.F32: torch.float32,
-        GGMLQuantizationType.F16: torch.float16,
-        GGMLQuantizationType.BF16: torch.bfloat16,
-    }.get(kind)
-    if stored is not None:
-        return torch.from_numpy(raw).view(stored).reshape(tensor.shape)
-    try:
-        return torch.from_numpy(dequantize(raw, kind)).reshape(tensor.shape)
-    except NotImplementedError as error:
-        raise ModelError(
-            f"{where}: quantisation {kind.name} cannot be expanded by the gguf package"
-        ) from error
 
 
 def _deinterleaved(value: Tensor, num_heads: int) -> Tensor:

@@ -77,9 +77,9 @@ class GGUFFile:
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
         metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_keys)}
         tensors = [cursor.tensor_info() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        if alignment <= 0:
-            raise ModelError(f"{path}: general.alignment={alignment} must be positive")
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise ModelError(f"{path}: general.alignment={alignment!r} must be a positive integer")
         start = -(-cursor.position // alignment) * alignment
         placed = {
             info.name: GGUFTensor(
@@ -134,6 +134,8 @@ class _Cursor:
         name = self.string()
         num_dims = self.scalar("I")
         dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
+        if not dims or not all(dims):
+            raise ModelError(f"{self._path}: tensor '{name}' has the impossible shape {dims}")
         quantization, offset = self.scalar("I"), self.scalar("Q")
         return GGUFTensor(name=name, shape=tuple(reversed(dims)), quantization=quantization, offset=offset)
 

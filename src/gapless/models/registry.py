@@ -42,28 +42,17 @@ _DTYPES: Mapping[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """What rules of the engine may ask about a model beyond its numbers."""
-
-    model_type: str
-    architecture: str
-    is_llama2: bool
-    """Llama 2 itself or a model of its exact shape family: its automatic prefill ladder ends at 4096
-    tokens."""
-    uses_mla: bool
-    is_multimodal: bool
-    raw_config: Mapping[str, Any]
-    """``config.json``, or the metadata of a GGUF file without its token lists."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
     """A model ready to be bound to a cache. ``tokenizer`` is None for a folder without tokenizer files."""
 
     model: Decoder
     info: ModelInfo
-    facts: ModelFacts
+    max_model_len: int
+    """Positions the model can be run at: ``info.max_model_len``, or the smaller number that was asked for."""
     tokenizer: Tokenizer | None
+    model_type: str
+    raw_config: Mapping[str, Any]
+    """``config.json``, or the metadata of a GGUF file without its lists."""
     source: str
     """One line for people: what was loaded from where."""
 
@@ -103,19 +92,21 @@ def load_model(
         raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(get_args(LoadFormat))}")
     opened = _open_source(source, load_format=load_format, seed=seed)
     config = opened.config
+    model_len = _model_len(config, max_model_len)
     model = Decoder(
         config,
-        max_model_len=_model_len(config, max_model_len),
+        max_positions=model_len,
         dtype=resolve_dtype(dtype, stored=config.dtype_name, device=device),
         device=device,
     )
     opened.fill(model, progress)
-    tokenizer = opened.tokenizer()
     return LoadedModel(
         model=model,
         info=model.info,
-        facts=_facts(config, opened.raw),
-        tokenizer=tokenizer,
+        max_model_len=model_len,
+        tokenizer=opened.tokenizer(),
+        model_type=config.model_type,
+        raw_config=opened.raw,
         source=opened.description,
     )
 
@@ -217,24 +208,6 @@ def _model_len(config: DecoderConfig, wanted: int | None) -> int:
             f"max_model_len={wanted}: must be between 1 and the model's own limit of {config.max_model_len}"
         )
     return wanted
-
-
-def _facts(config: DecoderConfig, raw: Mapping[str, Any]) -> ModelFacts:
-    is_llama2 = (
-        config.model_type == "llama"
-        and config.vocab_size == 32000
-        and config.max_model_len == 4096
-        and config.rope.rope_type == "default"
-        and config.rope.theta == 10000.0
-    )
-    return ModelFacts(
-        model_type=config.model_type,
-        architecture=config.architecture,
-        is_llama2=is_llama2,
-        uses_mla=False,
-        is_multimodal=False,
-        raw_config=raw,
-    )
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def parse_rope(
         raise ModelError(f"{source}: rope parameters {params!r} must be an object")
     reader = _RopeReader(params, source)
     rope_type = params.get("rope_type", params.get("type", "default"))
-    if rope_type not in ROPE_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise ModelError(
             f"{source}: rope type {rope_type!r} is not implemented; implemented are {', '.join(ROPE_KEYS)}"
         )
@@ -119,7 +119,7 @@ def parse_rope(
         beta_fast=reader.number("beta_fast", default=32.0),
         beta_slow=reader.number("beta_slow", default=1.0),
         attention_factor=_yarn_attention_factor(reader, factor),
-        truncate=bool(params.get("truncate", True)),
+        truncate=reader.flag("truncate", default=True),
     )
 
 
@@ -184,8 +184,15 @@ class _RopeReader:
     def optional(self, key: str) -> float | None:
         return None if self._params.get(key) is None else self.number(key)
 
-    def check(self, key: str, value: object) -> float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._params.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self._source}: rope parameter '{key}'={value!r} must be true or false")
+        return value
+
+    def check(self, key: str, value: Any) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
             raise ModelError(f"{self._source}: rope parameter '{key}'={value!r} must be a positive number")
         return float(value)
 

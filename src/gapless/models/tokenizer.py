@@ -7,7 +7,7 @@ are rendered by Transformers' sandboxed jinja. Heavy imports happen where they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,16 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats. ``special_tokens`` maps names such as ``bos_token`` to their
-    text."""
+    """Encodes, decodes and renders chats. ``special_tokens`` maps names such as ``bos_token`` to their text.
+
+    Decoding never "cleans up" spaces, even where a tokenizer's config asks Transformers to: that would lose
+    spaces the model wrote, and change text that has been streamed already.
+    """
 
     def __init__(
-        self,
-        backend: Backend,
-        *,
-        special_tokens: Mapping[str, str],
-        chat_template: str | None,
-        clean_up_spaces: Callable[[str], str] | None = None,
+        self, backend: Backend, *, special_tokens: Mapping[str, str], chat_template: str | None
     ) -> None:
-        self._backend, self._clean_up_spaces = backend, clean_up_spaces
+        self._backend = backend
         self.special_tokens, self.chat_template = dict(special_tokens), chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -43,9 +41,8 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; incomplete UTF-8 at the end becomes U+FFFD."""
-        text = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text if self._clean_up_spaces is None else self._clean_up_spaces(text)
+        """Text of ``token_ids``; incomplete UTF-8 becomes U+FFFD, unknown ids nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -59,7 +56,7 @@ class Tokenizer:
         """Number of entries, added tokens included; a model may have more embeddings."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def render_chat(
+    def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -107,12 +104,10 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         raise ModelError(
             f"{folder}: tokenizer class {type(loaded).__name__} has no fast backend; add a tokenizer.json"
         )
-    cleans = bool(getattr(loaded, "clean_up_tokenization_spaces", False))
     return Tokenizer(
         backend,
         special_tokens={name: str(token) for name, token in loaded.special_tokens_map.items()},
         chat_template=_default_template(loaded.chat_template),
-        clean_up_spaces=loaded.clean_up_tokenization if cleans else None,
     )
 
 

@@ -38,14 +38,15 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
     error."""
     missing = model.weight_targets()
     files = _shard_files(folder)
-    done, total = 0, sum(path.stat().st_size for path in files)
+    finished, total = 0, sum(path.stat().st_size for path in files)
+    repeated_head: tuple[Path, Tensor] | None = None
     for path, names in files.items():
+        done = finished
         for name, value in _tensors(path, names):
-            done += value.numel() * value.element_size()
             if _TABLES.fullmatch(name):
                 continue
             if name == _HEAD and model.config.tie_word_embeddings:
-                _check_tied(model, value, source=str(path))
+                repeated_head = path, value
                 continue
             target = missing.pop(name, None)
             if target is None:
@@ -54,11 +55,17 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
                     f"config and weights do not belong together"
                 )
             target.load(name, value, source=str(path))
+            done += value.numel() * value.element_size()
             if progress is not None:
                 progress("weights", done, total)
+        finished += path.stat().st_size
     if missing:
         names_text = ", ".join(list(missing)[:3]) + (" …" if len(missing) > 3 else "")
         raise ModelError(f"{folder}: {len(missing)} tensors are missing from the shards: {names_text}")
+    if repeated_head is not None:
+        _check_tied(model, repeated_head[1], source=str(repeated_head[0]))
+    if progress is not None:
+        progress("weights", total, total)
 
 
 def _shard_files(folder: Path) -> dict[Path, frozenset[str] | None]:
