@@ -40,6 +40,8 @@ class Env:
     """``GAPLESS_VIT_ENABLE_CUDA_GRAPH``: graphs for the vision encoder."""
     soak: bool = False
     """``GAPLESS_SOAK``: run the long random tests too."""
+    triton_interpret: bool = False
+    """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
@@ -50,6 +52,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         force_graphs=_bool(values, "GAPLESS_FORCE_GRAPHS"),
         vit_enable_cuda_graph=_bool(values, "GAPLESS_VIT_ENABLE_CUDA_GRAPH"),
         soak=_bool(values, "GAPLESS_SOAK"),
+        triton_interpret=_bool(values, "TRITON_INTERPRET"),
     )
 
 

@@ -25,6 +25,7 @@ from gapless.graphs.capabilities import (
 from gapless.graphs.modes import Phase, Strategy
 
 if TYPE_CHECKING:
+    from gapless.env import Env
     from gapless.models.base import ModelInfo
 
 
@@ -114,6 +115,15 @@ def refuse_missing_features(features: Iterable[Feature]) -> None:
         raise ConfigError(
             f"this engine has no {', '.join(missing)}; `gapless inspect --feature {missing[0]}` shows what "
             "the plan would be"
+        )
+
+
+def refuse_missing_options(env: Env) -> None:
+    """Raise ``ConfigError`` for what the environment asks of an engine without vision."""
+    if env.vit_enable_cuda_graph:
+        raise ConfigError(
+            "GAPLESS_VIT_ENABLE_CUDA_GRAPH=1 asks for graphs of a vision encoder, and this engine runs text "
+            "models only; unset it"
         )
 
 

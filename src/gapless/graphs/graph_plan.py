@@ -143,7 +143,7 @@ class GraphPlan:
         if plan.strategy is Strategy.DISABLED:
             return "disabled (eager)"
         if not plan.ladder.sizes:
-            return f"{plan.strategy}, reuses the prefill graphs"
+            return f"{plan.strategy}, " + ("in the prefill graphs" if self.is_one_set else "no sizes")
         sizes = plan.ladder.sizes
         text = f"{plan.strategy}, {len(sizes)} sizes from {sizes[0]} to {sizes[-1]} {_UNITS[phase]}"
         if phase is Phase.DECODE and self.uniform_query_len > 1:

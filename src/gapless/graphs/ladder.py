@@ -46,6 +46,13 @@ class Ladder:
         index = bisect_left(self.sizes, n)
         return self.sizes[index] if index < len(self.sizes) else None
 
+    def without(self, size: int, *, reason: str) -> Ladder:
+        """The ladder without one size, which may leave it empty."""
+        if size not in self.sizes:
+            return self
+        sizes = tuple(kept for kept in self.sizes if kept != size)
+        return replace(self, sizes=sizes, dropped=(*self.dropped, Dropped(size=size, reason=reason)))
+
     def capped(self, limit: int, *, reason: str) -> Ladder:
         """The ladder without sizes above ``limit``, for limits known only later (the size of the KV cache).
 

@@ -327,6 +327,9 @@ def _phase_plan(draft: _Draft, phase: Phase, *, shares_graphs: bool) -> PhasePla
         return PhasePlan()
     if phase is Phase.PREFILL:
         ladder = prefill_sizes(draft.request, draft.capabilities, serves_decode=shares_graphs)
+        has_own_decode = draft.strategies[Phase.DECODE] is Strategy.FULL and not shares_graphs
+        if has_own_decode and draft.capabilities.uniform_query_len == 1:
+            ladder = ladder.without(1, reason="a step of one token is a decode step, which has its own graph")
         return PhasePlan(strategy=strategy, ladder=ladder)
     # By default piecewise decode adds its own small sizes to the set it shares with prefill.
     is_one_set = is_one_piecewise_set(draft.strategies[Phase.PREFILL], strategy)

@@ -175,6 +175,13 @@ def test_capping_away_every_size_is_an_error():
         decode_ladder(max_reqs=64, sizes=[32]).capped(20, reason="cache")
 
 
+def test_a_ladder_without_a_size_reports_it():
+    ladder = decode_ladder(max_reqs=4)
+    assert ladder.without(2, reason="why").sizes == (1, 4)
+    assert [(d.size, d.reason) for d in ladder.without(2, reason="why").dropped] == [(2, "why")]
+    assert ladder.without(3, reason="why") is ladder
+
+
 def test_an_empty_ladder_fits_nothing():
     assert Ladder().fit(1) is None
     assert Ladder().largest == 0

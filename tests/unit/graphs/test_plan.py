@@ -486,6 +486,30 @@ def test_sizes_for_both_phases_count_tokens_and_per_phase_lists_win():
     assert sizes(resolve(request, caps(uniform_query_len=3))) == ((8,), (1, 2, 8))
 
 
+@pytest.mark.parametrize(
+    ("request_", "query_len", "prefill"),
+    [
+        (GraphRequest(), 1, (2, 4)),
+        (GraphRequest(prefill=FULL, decode=FULL), 1, (2, 4)),
+        (GraphRequest(), 3, (1, 2, 4)),
+        (GraphRequest(mode=GraphMode.FULL), 1, (1, 2, 4)),
+        (GraphRequest(mode=GraphMode.PIECEWISE), 1, (1, 2, 4)),
+        (GraphRequest(decode=OFF), 1, (1, 2, 4)),
+    ],
+)
+def test_a_prefill_size_that_only_decode_steps_reach_is_dropped_and_reported(request_, query_len, prefill):
+    request = dataclasses.replace(request_, capture_sizes=(1, 2, 4))
+    plan = resolve(request, caps(uniform_query_len=query_len))
+    assert plan.prefill.ladder.sizes == prefill
+    assert [lost.size for lost in plan.prefill.ladder.dropped] == ([] if 1 in prefill else [1])
+
+
+def test_steps_of_one_token_need_no_prefill_graph_at_all():
+    plan = resolve(GraphRequest(), caps(chunked_prefill_size=1, max_reqs=1))
+    assert sizes(plan) == ((), (1,))
+    assert "prefill: breakable, no sizes" in plan.describe()
+
+
 def test_every_decode_batch_fits_sizes_given_in_tokens_when_speculating():
     plan = resolve(GraphRequest(capture_sizes=(1, 2, 4, 8, 16, 24)), caps(uniform_query_len=3))
     assert all(plan.decode.ladder.fit(count) is not None for count in range(1, 9))

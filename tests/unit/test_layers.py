@@ -1,0 +1,155 @@
+"""The shape of the package: imports go downward only, torch stays lazy, one reader of the environment, small
+files.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gapless
+
+SRC = Path(gapless.__file__).parent
+FILES = sorted(SRC.rglob("*.py"))
+
+RANKS = {
+    "errors": 0,
+    "env": 0,
+    "graphs": 1,
+    "config": 2,
+    "config_sources": 2,
+    "models": 3,
+    "attention": 3,
+    "cache": 3,
+    "sampling": 3,
+    "parallel": 3,
+    "engine": 4,
+    "llm": 5,
+    "llm_inputs": 5,
+    "cli": 6,
+    "server": 6,
+    "bench": 6,
+    "launch_server": 6,
+}
+"""A part may import its own rank and below. ``gapless/__init__.py`` names everything, lazily."""
+
+MAX_LINES = 500
+
+
+def name_of(path: Path) -> str:
+    parts = ["gapless", *path.relative_to(SRC).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules named by any import statement below ``tree``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import on line {node.lineno}"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_on_load(tree: ast.Module) -> Iterator[str]:
+    """Modules imported when the module itself is: not inside functions, not for type checkers."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+
+
+TREES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in FILES}
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if name != "gapless"])
+def test_imports_go_downward_only(module):
+    part = part_of(module)
+    assert part in RANKS, f"{module}: give {part!r} a rank in this test"
+    for imported in imports(TREES[module]):
+        if imported.startswith("gapless."):
+            assert RANKS[part_of(imported)] <= RANKS[part], f"{module} imports {imported} from a layer above"
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if name.startswith("gapless.graphs")])
+def test_the_graph_runtime_knows_torch_and_errors_only(module):
+    allowed = {"torch", "numpy", "gapless.graphs", "gapless.errors", *sys.stdlib_module_names}
+    for imported in imports(TREES[module]):
+        top = ".".join(imported.split(".")[:2]) if imported.startswith("gapless") else imported.split(".")[0]
+        assert top in allowed, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        "gapless",
+        "gapless.config",
+        "gapless.env",
+        "gapless.attention.registry",
+        "gapless.engine.rules",
+        "gapless.graphs.plan",
+        "gapless.graphs.dispatcher",
+        "gapless.sampling.params",
+        "gapless.cli.main",
+    ],
+)
+def test_what_must_start_fast_does_not_reach_torch(root):
+    seen: set[str] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if module in seen or module not in TREES:
+            continue
+        seen.add(module)
+        pending.append(module.rpartition(".")[0])  # importing a.b imports a
+        for imported in imports_on_load(TREES[module]):
+            assert imported.split(".")[0] not in ("torch", "transformers", "triton"), (
+                f"{root}: {module} imports it"
+            )
+            pending.append(imported)
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, gapless; sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_env_reads_the_environment(path):
+    if path == SRC / "env.py":
+        return
+    for node in ast.walk(TREES[name_of(path)]):
+        is_read = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
+        assert not is_read, f"line {node.lineno} reads the environment; put the variable into gapless/env.py"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_is_one_idea(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert not text.strip() or ast.get_docstring(TREES[name_of(path)]), "a file says first what it is"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_error_is_swallowed(path):
+    for node in ast.walk(TREES[name_of(path)]):
+        if isinstance(node, ast.ExceptHandler):
+            is_pass = all(isinstance(statement, ast.Pass) for statement in node.body)
+            is_broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            assert not (is_pass and is_broad), f"line {node.lineno} swallows every error"
