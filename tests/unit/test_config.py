@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from gapless.config import CUDAGraphMode, EngineConfig, GraphConfig
-from gapless.config_sources import parse_compilation_config, parse_sizes
+from gapless.config_sources import parse_compilation_config, parse_sizes, read_config_file
 from gapless.env import LOGGING_LEVELS, Env, read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import GraphMode, Strategy
@@ -26,8 +26,7 @@ def engine(**fields) -> EngineConfig:
     return EngineConfig(model="smollm2", **fields)
 
 
-# --- graph options
-# ---------------------------------------------------------------------------------------------
+# --- graph options ---
 
 
 def test_the_default_says_nothing():
@@ -132,8 +131,7 @@ def test_what_is_no_size_list_is_refused_under_its_name(value):
         parse_sizes("--sizes", value)
 
 
-# --- compilation config
-# ----------------------------------------------------------------------------------------
+# --- compilation config ---
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "dict"])
@@ -190,8 +188,7 @@ def test_values_inside_a_compilation_config_are_checked(value, words):
         GraphConfig.from_sources(python={"compilation_config": value})
 
 
-# --- sources
-# ---------------------------------------------------------------------------------------------------
+# --- sources ---
 
 SOURCES = ("flags", "python", "config_file", "env")
 
@@ -310,8 +307,26 @@ def test_a_missing_model_is_an_error():
         EngineConfig.from_sources(flags={"block_size": 16})
 
 
-# --- engine options
-# --------------------------------------------------------------------------------------------
+def test_a_config_file_is_toml_with_the_same_names(tmp_path):
+    path = tmp_path / "gapless.toml"
+    path.write_text(
+        'model = "m"\nblock-size = 32\ncuda-graph-bs-decode = [1, 2]\n'
+        '[compilation-config]\ncudagraph_mode = "FULL_AND_PIECEWISE"\n'
+    )
+    config = EngineConfig.from_sources(config_file=read_config_file(path))
+    assert (config.model, config.block_size) == ("m", 32)
+    assert config.graphs == GraphConfig(mode=BOTH, decode_sizes=(1, 2))
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
+        read_config_file(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("model = ")
+    with pytest.raises(ConfigError, match=r"bad\.toml: not TOML"):
+        read_config_file(tmp_path / "bad.toml")
+
+
+# --- engine options ---
 
 
 @pytest.mark.parametrize(
@@ -413,8 +428,7 @@ def test_configuration_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- environment
-# -----------------------------------------------------------------------------------------------
+# --- environment ---
 
 
 def test_an_empty_environment_gives_the_defaults():
@@ -428,6 +442,7 @@ def test_an_empty_environment_gives_the_defaults():
         ("GAPLESS_FORCE_GRAPHS", "force_graphs"),
         ("GAPLESS_VIT_ENABLE_CUDA_GRAPH", "vit_enable_cuda_graph"),
         ("GAPLESS_SOAK", "soak"),
+        ("TRITON_INTERPRET", "triton_interpret"),
     ],
 )
 @pytest.mark.parametrize(

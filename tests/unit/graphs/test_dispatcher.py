@@ -147,8 +147,7 @@ def test_captures_come_largest_first_and_once(name):
         assert tokens == sorted(set(tokens), reverse=True)
 
 
-# --- keys
-# ------------------------------------------------------------------------------------------------------
+# --- keys ---
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 3, 5])
@@ -198,8 +197,7 @@ def test_two_piecewise_strategies_keep_two_sets():
     assert dispatcher.strategy(DECODE) is TC
 
 
-# --- order
-# -----------------------------------------------------------------------------------------------------
+# --- order ---
 
 
 @pytest.mark.parametrize("num_reqs", range(1, 9))
@@ -236,8 +234,7 @@ def test_prefill_never_uses_uniform_graphs():
     assert dispatcher.dispatch(shape(5, 3)).reason is EagerReason.LARGER_THAN_LARGEST
 
 
-# --- cascade
-# ---------------------------------------------------------------------------------------------------
+# --- cascade ---
 
 
 @pytest.mark.parametrize(
@@ -261,8 +258,7 @@ def test_cascade_only_lowers_the_mode(name, decode, prefill):
         assert (found.reason if isinstance(expected, EagerReason) else found.mode) is expected
 
 
-# --- reasons
-# ---------------------------------------------------------------------------------------------------
+# --- reasons ---
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -303,8 +299,7 @@ def test_requests_without_tokens_take_room_for_requests():
     assert dispatcher.dispatch(shape(2, 0, 0, 0, 0)).descriptor == BatchDescriptor(8, 8)
 
 
-# --- padding
-# ---------------------------------------------------------------------------------------------------
+# --- padding ---
 
 
 @pytest.mark.parametrize("owner_mode", ["full_apart", "full_and_piecewise", "full", "piecewise"])
@@ -353,8 +348,7 @@ def test_padding_can_be_allowed_only_for_a_graph_that_exists():
         dispatcher.allow_padding(BatchDescriptor(7, 7), up_to=90)
 
 
-# --- failed captures
-# -------------------------------------------------------------------------------------------
+# --- failed captures ---
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -414,8 +408,7 @@ def test_two_dispatchers_of_one_plan_do_not_share_failures():
     assert key in second.capture_descriptors(DECODE)
 
 
-# --- adapters
-# --------------------------------------------------------------------------------------------------
+# --- adapters ---
 
 
 @pytest.mark.parametrize("name", [name for name in REQUESTS if name != "none"])
@@ -437,8 +430,7 @@ def test_a_failed_capture_with_adapters_leaves_the_plain_size():
     assert dispatcher.dispatch(uniform(12)).mode is RuntimeMode.FULL
 
 
-# --- random plans
-# ----------------------------------------------------------------------------------------------
+# --- random plans ---
 
 ladders = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
     lambda s: Ladder(sizes=tuple(sorted(set(s))))

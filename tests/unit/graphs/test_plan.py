@@ -43,8 +43,7 @@ def rules_hit(plan) -> list[str]:
     return [decision.rule for decision in plan.decisions]
 
 
-# --- modes, defaults and support
-# -------------------------------------------------------------------------------
+# --- modes, defaults and support ---
 
 ASKED = {  # mode -> (prefill, decode); None is auto
     GraphMode.NONE: ("off", "off"),
@@ -153,8 +152,7 @@ def test_decode_stays_full_where_piecewise_is_impossible():
     assert any(d.phase is PREFILL and d.after == "disabled" for d in plan.decisions)
 
 
-# --- P
-# ---------------------------------------------------------------------------------------------------------
+# --- P ---
 
 
 @pytest.mark.parametrize("has_split", [True, False])
@@ -216,8 +214,7 @@ def test_naming_a_strategy_outside_the_build_is_an_error(flag, build):
         resolve(GraphRequest(prefill=flag), caps(available_strategies=frozenset(build)))
 
 
-# --- contradictions
-# --------------------------------------------------------------------------------------------
+# --- contradictions ---
 
 AGREES = {"off": {OFF}, "P": {TC, BREAKABLE}, "full": {FULL}}
 
@@ -265,8 +262,7 @@ def test_contradictions_are_refused_and_name_both_sides(request_, words):
         resolve(request_, caps(available_strategies=ALL))
 
 
-# --- auto-disable rules
-# ----------------------------------------------------------------------------------------
+# --- auto-disable rules ---
 
 PIECES = frozenset({TC, BREAKABLE})
 SOFT = AutoDisableRule(
@@ -349,8 +345,7 @@ def test_a_device_without_graphs_runs_everything_eagerly(mode):
     assert plan.prefill.ladder.sizes == plan.decode.ladder.sizes == ()
 
 
-# --- preferred, cascade, whole graphs
-# --------------------------------------------------------------------------
+# --- preferred, cascade, whole graphs ---
 
 
 @pytest.mark.parametrize(
@@ -431,8 +426,7 @@ def test_a_pass_that_needs_the_whole_graph_refuses_a_named_breakable_backend():
         resolve(GraphRequest(prefill=BREAKABLE), caps(whole_graph_passes=("fuse_attention",)))
 
 
-# --- sizes
-# -----------------------------------------------------------------------------------------------------
+# --- sizes ---
 
 
 def sizes(plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -543,8 +537,7 @@ def test_limits_known_later_cut_both_ladders_and_are_decisions():
     assert plan.with_limits(max_tokens=40, max_reqs=5, reason="again") == plan
 
 
-# --- the plan as a whole
-# ---------------------------------------------------------------------------------------
+# --- the plan as a whole ---
 
 requests = st.builds(
     GraphRequest,
