@@ -1,19 +1,20 @@
 """Paged attention in plain PyTorch: the CPU's backend, and the oracle every other backend is compared with.
 
-Both halves are opaque custom ops that read slots, lengths and block tables when they *run*, so they behave inside a
-recorded graph exactly as a GPU kernel does (``AttentionSupport.ALWAYS``). Scores and sums are float32 (float64 for
-float64 input) whatever the cache's dtype.
+Both halves are opaque custom ops that read slots, lengths and block tables when they *run*, so they behave
+inside a recorded graph exactly as a GPU kernel does (``AttentionSupport.ALWAYS``). Scores and sums are
+float32 (float64 for float64 input) whatever the cache's dtype.
 
-Invariants: a request's result depends on that request alone, bit for bit (its neighbours, its place in the batch and
-the number of threads do not matter to decode rows; a longer query depends on its own shape only); cache slots that
-were never written are never read into a sum; every row of the output is written, pad rows with zeros.
+Invariants: a request's result depends on that request alone, bit for bit (its neighbours, its place in the
+batch and the number of threads do not matter to decode rows; a longer query depends on its own shape only);
+cache slots that were never written are never read into a sum; every row of the output is written, pad rows
+with zeros.
 
-How: query rows of one-token requests are batched by padded key length, because 16 small calls a layer cost more than
-the arithmetic; longer queries go one request at a time in tiles of ``_QUERY_TILE``. See ``triton_paged.py`` for the
-same contract on a GPU.
+How: query rows of one-token requests are batched by padded key length, because 16 small calls a layer cost
+more than the arithmetic; longer queries go one request at a time in tiles of ``_QUERY_TILE``. See
+``triton_paged.py`` for the same contract on a GPU.
 
-Shapes: T tokens, B requests, R rows of a chunk, H heads, K key/value heads, G = H / K, D head size, L keys, N blocks,
-S slots per block, M block-table columns.
+Shapes: T tokens, B requests, R rows of a chunk, H heads, K key/value heads, G = H / K, D head size, L keys, N
+blocks, S slots per block, M block-table columns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from gapless.attention.base import AttentionMetadata
 from gapless.graphs.modes import AttentionSupport, GraphMode
@@ -34,13 +35,13 @@ _QUERY_TILE = 256
 """Query tokens per call of a long query: bounds the mask, and skips keys that lie in the tile's future."""
 _KEY_BUCKETS = (64, 128, 256, 512)
 """Padded key lengths of decode rows; beyond the last, its multiples (the CPU kernel's own key block)."""
-_CHUNK_BYTES = 1 << 20
-"""Gathered keys of one decode call. Larger ones leave the caches and the allocator's free lists: measured 5-10 times
-slower at 16 requests of 1024 tokens."""
+_CHUNK_BYTES = 2 << 20
+"""Gathered keys of one decode call. Larger ones leave the caches and the allocator's free lists: measured
+5-10 times slower at 16 requests of 1024 tokens."""
 _ROW_ALIGN = 4
-"""Query rows per key/value head are padded to this. The CPU kernel gives each thread a scratch buffer whose alignment
-depends on the row count, and the matrix library picks its kernel by alignment: with 1 or 3 rows the last bits depend
-on which thread ran. Multiples of 4 do not (and 4 rows are faster than 3)."""
+"""Query rows per key/value head are padded to this. The CPU kernel gives each thread a scratch buffer whose
+alignment depends on the row count, and the matrix library picks its kernel by alignment: with 1 or 3 rows the
+last bits depend on which thread ran. Multiples of 4 do not (and 4 rows are faster than 3)."""
 
 
 class TorchReferenceBackend:
@@ -83,7 +84,8 @@ class TorchReferenceBackend:
 def torch_write_kv(
     key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Store row ``t`` at cache slot ``slot_mapping[t]``; several pad rows may share a slot of the sink block."""
+    """Store row ``t`` at cache slot ``slot_mapping[t]``; several pad rows may share a slot of the sink
+    block."""
     slots = slot_mapping.long()
     for cache_NSKD, new_TKD in ((k_cache, key_TKD), (v_cache, value_TKD)):
         cache_NSKD.view(-1, *cache_NSKD.shape[2:]).index_copy_(0, slots, new_TKD.to(cache_NSKD.dtype))
@@ -123,7 +125,9 @@ def torch_paged_attention(
             )
     if decode:
         key_bytes = k_cache.shape[2] * k_cache.shape[3] * 4
-        plan = _plan_decode(tuple(decode), block_table.shape[1], block_size, key_bytes, window)
+        plan = _plan_decode(
+            tuple(decode), block_table.shape[1], block_size, key_bytes, window, query_THD.device
+        )
         for chunk in plan:
             _attend_decode(query_THD, k_cache, v_cache, out_THD, block_table, chunk, scale)
     out_THD[starts[-1] :].zero_()
@@ -154,12 +158,12 @@ def _attend_long_query(
         tile_end = min(tile + _QUERY_TILE, num_queries)
         low = _first_key(num_cached + tile, window)
         high = num_cached + tile_end
-        position_q = torch.arange(num_cached + tile, high).unsqueeze(1)
-        position_k = torch.arange(low, high)
+        position_q = torch.arange(num_cached + tile, high, device=query_QHD.device).unsqueeze(1)
+        position_k = torch.arange(low, high, device=query_QHD.device)
         hidden = position_k > position_q
         if window is not None:
             hidden |= position_k <= position_q - window
-        mask = torch.zeros(hidden.shape, dtype=compute).masked_fill_(hidden, -math.inf)
+        mask = torch.zeros(hidden.shape, dtype=compute, device=hidden.device).masked_fill_(hidden, -math.inf)
         out_1HQD = scaled_dot_product_attention(
             query_QHD[tile:tile_end].to(compute).transpose(0, 1).unsqueeze(0),
             keys_LKD[low - first_key : high - first_key].transpose(0, 1).unsqueeze(0),
@@ -175,12 +179,15 @@ def _attend_long_query(
 class _DecodeChunk:
     """Decode rows with the same padded key length, as index tensors that serve every layer of a step."""
 
-    rows_R: Tensor
+    num_rows: int
+    rows: slice | Tensor
+    """Query rows: a slice where they follow each other, as in pure decode."""
     table_index: Tensor
-    """[R * L / S], into the flattened block table. Blocks past a row's end repeat its first one, so that pad entries
-    of the table are never looked at."""
+    """[R * L / S], into the flattened block table. Blocks past a row's end repeat its first one, so that pad
+    entries of the table are never looked at."""
     dead_index: Tensor
-    """Flat positions in [R, L] that hold no visible key: set to zero, for NaN times a zero weight would be NaN."""
+    """Flat positions in [R, L] that hold no visible key: set to zero, for NaN times a zero weight would be
+    NaN."""
     mask_R11L: Tensor
 
 
@@ -191,6 +198,7 @@ def _plan_decode(
     block_size: int,
     key_bytes: int,
     window: int | None,
+    device: torch.device,
 ) -> tuple[_DecodeChunk, ...]:
     """A pure function of the lengths: the layers of one step share the answer."""
     groups: dict[int, list[tuple[int, int, int]]] = {}
@@ -203,9 +211,8 @@ def _plan_decode(
         num_blocks = math.ceil(bucket / block_size)
         size = max(1, _CHUNK_BYTES // (num_blocks * block_size * key_bytes))
         for start in range(0, len(entries), size):
-            chunks.append(
-                _make_chunk(entries[start : start + size], num_blocks, table_width, block_size, window)
-            )
+            part = entries[start : start + size]
+            chunks.append(_make_chunk(part, num_blocks, table_width, block_size, window, device))
     return tuple(chunks)
 
 
@@ -215,19 +222,24 @@ def _make_chunk(
     table_width: int,
     block_size: int,
     window: int | None,
+    device: torch.device,
 ) -> _DecodeChunk:
-    request, row, num_keys = torch.tensor(entries).unsqueeze(1).unbind(-1)  # each [R, 1]
-    first_key = torch.zeros_like(num_keys) if window is None else (num_keys - window).clamp(min=0)
-    first_block = first_key // block_size
-    column = first_block + torch.arange(num_blocks)
-    column = torch.where(column * block_size < num_keys, column, first_block)
-    position = first_block * block_size + torch.arange(num_blocks * block_size)
-    dead = (position < first_key) | (position >= num_keys)
+    request_R1, row_R1, num_keys_R1 = torch.tensor(entries).unsqueeze(1).unbind(-1)
+    first_key_R1 = torch.zeros_like(num_keys_R1) if window is None else (num_keys_R1 - window).clamp(min=0)
+    first_block_R1 = first_key_R1 // block_size
+    column = first_block_R1 + torch.arange(num_blocks)
+    column = torch.where(column * block_size < num_keys_R1, column, first_block_R1)
+    position_RL = first_block_R1 * block_size + torch.arange(num_blocks * block_size)
+    dead_RL = (position_RL < first_key_R1) | (position_RL >= num_keys_R1)
+    mask_RL = torch.zeros(dead_RL.shape).masked_fill_(dead_RL, -math.inf)
+    first_row, last_row = entries[0][1], entries[-1][1]
+    is_run = last_row - first_row + 1 == len(entries)
     return _DecodeChunk(
-        rows_R=row.flatten(),
-        table_index=(request * table_width + column).flatten(),
-        dead_index=dead.flatten().nonzero().flatten(),
-        mask_R11L=torch.zeros(dead.shape).masked_fill_(dead, -math.inf)[:, None, None],
+        num_rows=len(entries),
+        rows=slice(first_row, last_row + 1) if is_run else row_R1.flatten().to(device),
+        table_index=(request_R1 * table_width + column).flatten().to(device),
+        dead_index=dead_RL.flatten().nonzero().flatten().to(device),
+        mask_R11L=mask_RL[:, None, None].to(device),
     )
 
 
@@ -241,28 +253,32 @@ def _attend_decode(
     scale: float,
 ) -> None:
     num_heads = query_THD.shape[1]
-    _, _, num_kv_heads, head_size = k_cache.shape
-    num_rows, group = len(chunk.rows_R), num_heads // num_kv_heads
+    num_rows, num_kv_heads, head_size = chunk.num_rows, k_cache.shape[2], k_cache.shape[3]
+    group = num_heads // num_kv_heads
     compute = _compute_dtype(query_THD)
     blocks = block_table.reshape(-1).index_select(0, chunk.table_index)
-    gathered = []
-    for cache in (k_cache, v_cache):
-        rows = (
-            cache.index_select(0, blocks)
-            .view(-1, num_kv_heads, head_size)
-            .index_fill_(0, chunk.dead_index, 0)
-        )
-        gathered.append(rows.view(num_rows, -1, num_kv_heads, head_size).transpose(1, 2).to(compute))
-    query_RKGD = query_THD.index_select(0, chunk.rows_R).view(num_rows, num_kv_heads, group, head_size)
-    if group % _ROW_ALIGN:
-        padded_group = math.ceil(group / _ROW_ALIGN) * _ROW_ALIGN
-        padded = torch.zeros(num_rows, num_kv_heads, padded_group, head_size, dtype=compute)
-        padded[:, :, :group] = query_RKGD
-        query_RKGD = padded
-    mask = chunk.mask_R11L.to(compute).expand(-1, -1, query_RKGD.shape[2], -1)
-    out_RKGD = scaled_dot_product_attention(query_RKGD.to(compute), *gathered, attn_mask=mask, scale=scale)
-    out_RHD = out_RKGD[:, :, :group].reshape(num_rows, num_heads, head_size)
-    out_THD.index_copy_(0, chunk.rows_R, out_RHD.to(out_THD.dtype))
+
+    def gather(cache_NSKD: Tensor) -> Tensor:
+        rows = cache_NSKD.index_select(0, blocks).view(-1, num_kv_heads, head_size)
+        rows.index_fill_(0, chunk.dead_index, 0)
+        return rows.view(num_rows, -1, num_kv_heads, head_size).transpose(1, 2).to(compute)
+
+    query_RHD = (
+        query_THD[chunk.rows] if isinstance(chunk.rows, slice) else query_THD.index_select(0, chunk.rows)
+    )
+    query_RKGD = query_RHD.reshape(num_rows, num_kv_heads, group, head_size).to(compute)
+    padded_group = math.ceil(group / _ROW_ALIGN) * _ROW_ALIGN
+    if padded_group != group:
+        query_RKGD = pad(query_RKGD, (0, 0, 0, padded_group - group))
+    mask = chunk.mask_R11L.to(compute).expand(-1, -1, padded_group, -1)
+    out_RKGD = scaled_dot_product_attention(
+        query_RKGD, gather(k_cache), gather(v_cache), attn_mask=mask, scale=scale
+    )
+    if isinstance(chunk.rows, slice):
+        out_THD[chunk.rows].view(out_RKGD[:, :, :group].shape).copy_(out_RKGD[:, :, :group])
+    else:
+        out_RHD = out_RKGD[:, :, :group].reshape(num_rows, num_heads, head_size)
+        out_THD.index_copy_(0, chunk.rows, out_RHD.to(out_THD.dtype))
 
 
 def _first_key(query_position: int, window: int | None) -> int:

@@ -1,11 +1,11 @@
 """The tensors of the paged KV cache: one key and one value tensor per layer, allocated once.
 
-Graphs hold their addresses, so they are static: written in place, never rebound, never resized. Block ids are shared
-by all layers: block 7 is row 7 of every layer's tensors. Who owns which block is ``blocks.py``'s business; here block
-0 (``SINK_BLOCK``) only counts as one that no request can use.
+Graphs hold their addresses, so they are static: written in place, never rebound, never resized. Block ids are
+shared by all layers: block 7 is row 7 of every layer's tensors. Who owns which block is ``blocks.py``'s
+business; here block 0 (``SINK_BLOCK``) only counts as one that no request can use.
 
-Invariant: memory starts as zeros, so that an attention kernel with a masking fault shows a wrong number rather than
-whatever the allocator left behind. Read ``attention/base.py`` next.
+Invariant: memory starts as zeros, so that an attention kernel with a masking fault shows a wrong number
+rather than whatever the allocator left behind. Read ``attention/base.py`` next.
 """
 
 from __future__ import annotations
@@ -85,10 +85,12 @@ class KVCachePool:
         return (self.num_blocks - 1) * self.block_size
 
     def bind(self, layers: Sequence[Attention], backend: AttentionBackend) -> None:
-        """Give each attention layer the backend and its own part of the cache, in the order of the sequence."""
+        """Give each attention layer the backend and its own part of the cache, in the order of the
+        sequence."""
         if len(layers) != len(self.k_caches):
             raise ConfigError(
-                f"the model has {len(layers)} attention layers, the KV cache was made for {len(self.k_caches)}"
+                f"the model has {len(layers)} attention layers, "
+                f"the KV cache was made for {len(self.k_caches)}"
             )
         for layer, k_cache, v_cache in zip(layers, self.k_caches, self.v_caches, strict=True):
             if k_cache.shape[2:] != (layer.num_kv_heads, layer.head_size):

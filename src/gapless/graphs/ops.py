@@ -1,16 +1,17 @@
 """Custom ops: a kernel, or a library's function, becomes one opaque node for tracing, recording and replay.
 
 ``register_custom_op`` reads a function's annotations and derives from them the operator schema and the fake
-implementation (what the outputs look like without computing them), so that neither can disagree with the code. The op
-is opaque: ``torch.compile`` never looks inside, and a ``TorchDispatchMode`` sees a single call.
+implementation (what the outputs look like without computing them), so that neither can disagree with the
+code. The op is opaque: ``torch.compile`` never looks inside, and a ``TorchDispatchMode`` sees a single call.
 
-Invariant: the result of an op never aliases an argument. PyTorch's tracers rely on that; a function that returns an
-argument it has mutated (``return x.add_(y)``) therefore gives back a *copy*, with one warning per op. Prefer ops that
-mutate and return nothing.
+Invariant: the result of an op never aliases an argument. PyTorch's tracers rely on that; a function that
+returns an argument it has mutated (``return x.add_(y)``) therefore gives back a *copy*, with one warning per
+op. Prefer ops that mutate and return nothing.
 
-Ops go through ``torch.library.Library.define``/``impl``, not ``torch.library.custom_op``: the latter wraps every call
-for autograd, which costs about 25 us a call on a CPU against 2.4 us (a decode step makes 60 of these calls). No
-gradient is defined. Used by ``attention/``; ``device/emulated.py`` calls ``implementation_of`` at replay.
+Ops go through ``torch.library.Library.define``/``impl``, not ``torch.library.custom_op``: the latter wraps
+every call for autograd, which costs about 25 us a call on a CPU against 2.4 us (a decode step makes 60 of
+these calls). No gradient is defined. Used by ``attention/``; ``device/emulated.py`` calls
+``implementation_of`` at replay.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ def register_custom_op(
 ) -> Any:
     """Turn an annotated function into an opaque op; a decorator, with or without arguments.
 
-    ``mutates_args`` names every argument written in place. A function that returns ``None`` needs nothing else. One
-    that returns a tensor needs ``out_shape`` (index or name of the tensor argument whose shape, strides and device
-    the result has; ``out_dtype`` if its dtype differs), or ``fake``, a function with the same parameters that
-    returns tensors of the right shape without computing. A call whose result has another shape or dtype raises.
+    ``mutates_args`` names every argument written in place. A function that returns ``None`` needs nothing
+    else. One that returns a tensor needs ``out_shape`` (index or name of the tensor argument whose shape,
+    strides and device the result has; ``out_dtype`` if its dtype differs), or ``fake``, a function with the
+    same parameters that returns tensors of the right shape without computing. A call whose result has another
+    shape or dtype raises.
 
-    Annotations may be tensors, optional tensors, lists of (optional) tensors, int, float, bool, str, dtype, device,
-    lists of numbers, and any of these ``| None``; keyword-only parameters and defaults are kept. Methods are refused.
+    Annotations may be tensors, optional tensors, lists of (optional) tensors, int, float, bool, str, dtype,
+    device, lists of numbers, and any of these ``| None``; keyword-only parameters and defaults are kept.
+    Methods are refused.
 
     Returns the ``torch._ops.OpOverload``. Registering the same function again under the same name returns the
     existing op; another function under a taken name raises ``ConfigError``.
@@ -87,9 +90,9 @@ def register_custom_op_from_extern(
 ) -> Any:
     """The same for a function of another library, which is not ours to annotate.
 
-    ``annotations`` adds to, or replaces, those the function has (``{"x": Tensor, "return": None}``). ``name`` defaults
-    to the function's module and name joined by ``_``, so that ``flash.add`` and ``fused.add`` do not collide. The
-    library's own function is left as it is: call the returned op instead.
+    ``annotations`` adds to, or replaces, those the function has (``{"x": Tensor, "return": None}``). ``name``
+    defaults to the function's module and name joined by ``_``, so that ``flash.add`` and ``fused.add`` do not
+    collide. The library's own function is left as it is: call the returned op instead.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -111,9 +114,11 @@ def register_custom_op_from_extern(
 
 
 def implementation_of(overload: Any) -> Callable[..., Any] | None:
-    """The Python function behind one of our ops (same arguments, same copy-on-alias result), or None for others.
+    """The Python function behind one of our ops (same arguments, same copy-on-alias result), or None for
+    others.
 
-    Calling it skips the dispatcher: right for a replay, which has decided already that the real thing should run.
+    Calling it skips the dispatcher: right for a replay, which has decided already that the real thing should
+    run.
     """
     op = _by_overload.get(overload)
     return op.implementation if op is not None else None
@@ -142,7 +147,7 @@ def _register(
     annotations: dict[str, Any],
 ) -> Any:
     _refuse_methods(fn)
-    name = name or getattr(fn, "__name__", "")
+    name = name or str(getattr(fn, "__name__", ""))
     if not name.isidentifier():
         raise ConfigError(f"name={name!r} of a custom op is not an identifier; pass name=...")
     existing = _by_name.get(name)
@@ -186,7 +191,8 @@ def _refuse_methods(fn: Callable[..., Any]) -> None:
 
 
 def _resolved_signature(fn: Callable[..., Any], name: str, annotations: dict[str, Any]) -> inspect.Signature:
-    """The signature with annotations as objects (not strings) and positional-only parameters made ordinary."""
+    """The signature with annotations as objects (not strings) and positional-only parameters made
+    ordinary."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError) as error:
@@ -246,18 +252,22 @@ def _schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LikeArgument:
-    """The result looks like one of the arguments. ``matches`` says so of a real result."""
+    """The result looks like one of the arguments; ``check`` holds a real result against that."""
 
     name: str
     argument: str
-    index: int
+    index: int | None
+    """Its place among the positional arguments; None for a keyword-only one."""
     dtype: torch.dtype | None
 
     def make(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.empty_like(self.find(args, kwargs), dtype=self.dtype)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        like = args[self.index] if self.index < len(args) else kwargs.get(self.argument)
+        if self.index is not None and self.index < len(args):
+            like = args[self.index]
+        else:
+            like = kwargs.get(self.argument)
         if like is None:
             raise GraphError(
                 f"custom op {NAMESPACE}::{self.name}: out_shape={self.argument!r} is None in this call, "
@@ -302,8 +312,9 @@ def _output_rule(
     parameters = list(signature.parameters.values())
     if signature.return_annotation is not Tensor or out_shape is None:
         raise ConfigError(
-            f"custom op {NAMESPACE}::{name} returns {signature.return_annotation}: pass out_shape=<argument> if it is "
-            "one tensor shaped like an argument, else fake=<function that returns empty tensors of the right shape>"
+            f"custom op {NAMESPACE}::{name} returns {signature.return_annotation}: pass out_shape=<argument> "
+            "if it is one tensor shaped like an argument, else fake=<function that returns empty tensors of "
+            "the right shape>"
         )
     names = [p.name for p in parameters]
     in_range = out_shape in names if isinstance(out_shape, str) else 0 <= out_shape < len(names)
@@ -312,13 +323,13 @@ def _output_rule(
     index = names.index(out_shape) if isinstance(out_shape, str) else out_shape
     if parameters[index].annotation not in (Tensor, Tensor | None):
         raise ConfigError(
-            f"custom op {NAMESPACE}::{name}: out_shape={out_shape!r} is {parameters[index].annotation}, not a tensor"
+            f"custom op {NAMESPACE}::{name}: out_shape={out_shape!r} is {parameters[index].annotation}, "
+            "not a tensor"
         )
-    if parameters[index].kind is inspect.Parameter.KEYWORD_ONLY:
-        index_in_args = len(parameters)
-    else:
-        index_in_args = index
-    return _LikeArgument(name=name, argument=names[index], index=index_in_args, dtype=out_dtype)
+    is_positional = parameters[index].kind is not inspect.Parameter.KEYWORD_ONLY
+    return _LikeArgument(
+        name=name, argument=names[index], index=index if is_positional else None, dtype=out_dtype
+    )
 
 
 def _copying_aliases(
@@ -329,13 +340,13 @@ def _copying_aliases(
 
     def own(result: Tensor, tensors: list[Tensor]) -> Tensor:
         nonlocal warned
-        if not any(torch._C._is_alias_of(result, tensor) for tensor in tensors):
+        if not any(_shares_memory(result, tensor) for tensor in tensors):
             return result
         if not warned:
             warned = True
             warnings.warn(
-                f"custom op {NAMESPACE}::{name} returns one of its arguments (or a view of it): an opaque op must "
-                "not, so callers get a copy. Return None and use the mutated argument to avoid the copy.",
+                f"custom op {NAMESPACE}::{name} returns one of its arguments (or a view of it): an opaque op "
+                "must not, so callers get a copy. Return None and use the mutated argument to avoid it.",
                 stacklevel=3,
             )
         return result.clone()
@@ -354,6 +365,10 @@ def _copying_aliases(
         return type(result)(results)
 
     return implementation
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def _flatten(values: Iterable[Any]) -> list[Any]:
