@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -184,6 +185,17 @@ class LLM:
     def report(self) -> dict[str, Any]:
         """What was captured, which steps replayed which graph, which ran eagerly and why."""
         return self.runner.report()
+
+    def reset_report(self) -> None:
+        """Count steps from now on; what was captured stays in the report."""
+        self.runner.reset_report()
+
+    def padded_eager(self) -> AbstractContextManager[None]:
+        """Within the block every step runs the same kernels on the same padded batch, but without graphs.
+
+        The oracle for graphs: tokens must be identical, since neither shapes nor kernels differ.
+        """
+        return self.runner.padded_eager()
 
     def shutdown(self) -> None:
         """Abort everything and release graphs and memory. Safe to call twice."""

@@ -57,7 +57,7 @@ def demo(
         console.print(f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s\n")
         print_report(console, report)
         for line in plan_lines(report["plan"]):
-            console.print(line, style="dim", markup=False)
+            console.print(line, style="dim")
 
         console.print("\nthe same prompts again without graphs (padded eager) …", style="dim")
         with llm.padded_eager():
@@ -65,11 +65,11 @@ def demo(
 
     failed = [choice.error for output in with_graphs for choice in output.outputs if choice.error is not None]
     if failed:
-        console.print(f"a request failed: {failed[0]}", style="bold red", markup=False)
+        console.print(f"a request failed: {failed[0]}", style="bold red")
         raise typer.Exit(1)
     difference = first_difference(with_graphs, without_graphs)
     if difference is not None:
-        console.print(f"token ids DIFFER from padded eager: {difference}", style="bold red", markup=False)
+        console.print(f"token ids DIFFER from padded eager: {difference}", style="bold red")
         raise typer.Exit(1)
     console.print(
         f"token ids are identical to padded eager: {num_tokens} tokens of {len(PROMPTS)} prompts",

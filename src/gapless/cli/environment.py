@@ -213,6 +213,5 @@ def _print(facts: dict[str, Any]) -> None:
     encoding = sys.stdout.encoding or "ascii"
     yes, no = ("✓", "✗") if encoding.lower().startswith("utf") else ("yes", "no ")
     for check in facts["checks"]:
-        mark = f"[green]{yes}[/]" if check["works"] else f"[yellow]{no}[/]"
-        console.print(f"{mark} {check['name']}: ", end="")
-        console.print(check["detail"], markup=False)
+        console.print(yes if check["works"] else no, style="green" if check["works"] else "yellow", end=" ")
+        console.print(f"{check['name']}: {check['detail']}")

@@ -66,6 +66,6 @@ def generate(
         console = make_console(sys.stderr)
         print_report(console, report)
         for line in plan_lines(report["plan"]):
-            console.print(line, style="dim", markup=False)
+            console.print(line, style="dim")
     if any(choice.finish_reason in ("error", "abort") for output in outputs for choice in output.outputs):
         raise typer.Exit(1)

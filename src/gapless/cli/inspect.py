@@ -47,11 +47,11 @@ def inspect(
 
     console = make_console()
     for name in ("model", "device", "attention", "step"):
-        console.print(f"{name:<9}{facts[name]}", markup=False)
+        console.print(f"{name:<10}{facts[name]}")
     if facts["features"]:
-        console.print(f"features {', '.join(facts['features'])}", markup=False)
+        console.print(f"features  {', '.join(facts['features'])}")
     for line in plan_lines(facts["plan"], every_decision=True):
-        console.print(line, markup=False)
+        console.print(line)
     for phase in ("prefill", "decode"):
         sizes = facts["plan"][phase]["sizes"]
         if sizes:

@@ -6,27 +6,26 @@ and what a program reads cannot differ. Nothing here computes anything but sums 
 
 from __future__ import annotations
 
-import shutil
 import sys
 from typing import IO, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _PHASE_ORDER = ("prefill", "head", "decode", "encoder", "sample", "sample_filtered")
 _UNITS = {"prefill": "tokens", "decode": "requests"}
 _QUIET_RULES = ("auto", "piecewise")
 """Decisions that only spell out the defaults; shown in full by ``inspect``."""
+_PIPE_COLUMNS = 240
 
 
 def make_console(stream: IO[str] | None = None) -> Console:
-    """A console on ``stream`` (standard output) that never folds words into columns of one letter in a
-    pipe.
-    """
+    """A console on ``stream`` (standard output). No markup; a pipe is wide enough for any row."""
     stream = sys.stdout if stream is None else stream
-    width = None if stream.isatty() else max(100, shutil.get_terminal_size((100, 24)).columns)
-    return Console(file=stream, width=width, highlight=False, soft_wrap=True)
+    width = None if stream.isatty() else _PIPE_COLUMNS
+    return Console(file=stream, width=width, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
@@ -55,7 +54,9 @@ def step_table(report: dict[str, Any]) -> Table:
             f"{step['padding'] / slots:.0%}" if slots else "0%",
         )
     for step in sorted(report["eager"], key=_order):
-        table.add_row(step["phase"], f"eager: {step['reason']}", "", str(step["count"]), "", style="yellow")
+        table.add_row(
+            step["phase"], Text(f"eager: {step['reason']}"), "", str(step["count"]), "", style="yellow"
+        )
     replays, eager = (sum(s["count"] for s in report[kind]) for kind in ("steps", "eager"))
     table.add_section()
     table.add_row("all", f"{replays} graph replays, {eager} eager", "", str(replays + eager), "")
@@ -64,9 +65,9 @@ def step_table(report: dict[str, Any]) -> Table:
 
 def plan_lines(plan: dict[str, Any], *, every_decision: bool = False) -> list[str]:
     """The plan: mode, each phase with its sizes, and the decisions that changed something (or all)."""
-    lines = [f"plan     {plan['mode'] or 'set per phase'}"]
+    lines = [f"plan      {plan['mode'] or 'set per phase'}"]
     for phase in ("prefill", "decode"):
-        lines.append(f"{phase:<8} {_phase_text(plan, phase)}")
+        lines.append(f"{phase:<9} {_phase_text(plan, phase)}")
         lines += [f"  size {lost['size']} dropped: {lost['reason']}" for lost in plan[phase]["dropped"]]
     for decision in plan["decisions"]:
         if every_decision or decision["rule"] not in _QUIET_RULES:

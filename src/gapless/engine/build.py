@@ -20,10 +20,9 @@ from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
 from gapless.config import EngineConfig
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
+from gapless.engine.planning import make_plan, max_step_tokens
 from gapless.engine.row_graphs import RowGraphs
-from gapless.engine.rules import capabilities_for
 from gapless.engine.runner import ModelRunner
-from gapless.env import read_env
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.device import get_device
@@ -31,7 +30,7 @@ from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.dispatcher import MAX_PADDING_RATIO, MAX_PADDING_TOKENS, Dispatcher
 from gapless.graphs.ladder import decode_ladder
 from gapless.graphs.modes import Phase, Strategy
-from gapless.graphs.plan import GraphPlan, resolve
+from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import GraphStore
@@ -163,30 +162,18 @@ class _Build:
         )
 
     def _plan(self) -> GraphPlan:
-        assert self.config.chunked_prefill_size is not None
-        capabilities = capabilities_for(
+        return make_plan(
+            self.config,
             self.info,
             attention=(self.backend_name,),
             supports_graphs=self.device.supports_graphs,
-            max_running_requests=self.max_num_reqs,
-            chunked_prefill_size=self._max_num_tokens(self.max_model_len),
-            max_total_tokens=self.config.max_total_tokens,
+            max_model_len=self.max_model_len,
         )
-        return resolve(self.config.graph_request(force=read_env().force_graphs), capabilities)
-
-    def _max_num_tokens(self, max_model_len: int) -> int:
-        """The most tokens one step can hold: the budget (at least one token for every running request), and
-        no more than all requests at full length."""
-        assert self.config.chunked_prefill_size is not None
-        budget = max(self.config.chunked_prefill_size, self.max_num_reqs)
-        if self.config.max_total_tokens is not None:
-            budget = min(budget, self.config.max_total_tokens)
-        return min(budget, self.max_num_reqs * max_model_len)
 
     def _limits(self, usable_tokens: int) -> StepLimits:
         max_model_len = min(self.max_model_len, usable_tokens)
         return StepLimits(
-            max_num_tokens=min(self._max_num_tokens(max_model_len), usable_tokens),
+            max_num_tokens=min(max_step_tokens(self.config, max_model_len), usable_tokens),
             max_num_reqs=min(self.max_num_reqs, usable_tokens),
             max_model_len=max_model_len,
             block_size=self.config.block_size,

@@ -11,6 +11,7 @@ preempted while the step runs and the entry's table stays valid until the step h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -110,8 +111,14 @@ class StepRunner(Protocol):
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step and wait for its tokens. When it raises, nothing of the step is still running."""
 
+    def padded_eager(self) -> AbstractContextManager[None]:
+        """Within the block every step runs without graphs on its padded size: the oracle of every graph."""
+
     def report(self) -> dict[str, Any]:
         """What ran as which graph, what ran eagerly and why."""
+
+    def reset_report(self) -> None:
+        """Forget the steps counted so far."""
 
     def shutdown(self) -> None:
         """Release graphs and memory. Safe to call twice."""
