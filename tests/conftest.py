@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def _quick_collections() -> None:
-    """Captures collect garbage. What imports made (the first capture imports a lot) need not be visited each time."""
+    """Captures collect garbage; what imports made (the first capture imports a lot) need not be visited."""
     first = EmulatedDevice()
     first.begin_segment(first.new_pool())
     torch.ones(1)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gapless.errors import MemoryLimitError
-from gapless.graphs.device.arena import ALIGNMENT, Arena, alias_address, poison_, storage_bytes
+from gapless.graphs.device.arena import ALIGNMENT, Arena, alias_address, poison_
+from gapless.graphs.device.layout import storage_bytes
 
 
 def make(arena: Arena, numel: int) -> Tensor:

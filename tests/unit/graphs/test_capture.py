@@ -1,4 +1,4 @@
-"""Captures are transactions: on any failure everything is as before, the message says where, and the next one works."""
+"""Captures are transactions: after a failure all is as before, the message says where, the next one works."""
 
 from __future__ import annotations
 

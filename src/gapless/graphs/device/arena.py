@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import MemoryLimitError
+from gapless.graphs.device.layout import storage_bytes
 
 ALIGNMENT = 512
 DEFAULT_CAPACITY = 1 << 36
@@ -128,16 +129,6 @@ def alias_address(tensor: Tensor) -> Tensor:
     memory = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
     with torch.inference_mode(False):
         return _with_layout_of(tensor, torch.frombuffer(memory, dtype=tensor.dtype))
-
-
-def storage_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes from the first to one past the last element that ``size`` and ``stride`` reach."""
-    last = 0
-    for extent, step in zip(size, stride, strict=True):
-        if extent == 0:
-            return 0
-        last += (extent - 1) * step
-    return (last + 1) * dtype.itemsize
 
 
 def poison_(tensor: Tensor) -> None:
