@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gapless.errors import CaptureClosedError, CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.device.base import GraphDevice, Pool
+from gapless.graphs.device.base import GraphDevice, MemoryReading, Pool
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.program import Program
 
@@ -185,13 +185,20 @@ class GraphStore:
             strategy=strategy,
             capture_s=capture_s,
             pool_bytes=pool_bytes,
-            driver_bytes=max(0, before.free_bytes - after.free_bytes - max(0, pool_bytes)),
+            driver_bytes=self._driver_bytes(before, after),
             num_nodes=program.num_nodes,
             num_segments=program.num_segments,
             num_breaks=program.num_breaks,
         )
         entry = self._entries[key] = GraphEntry(program, outputs, row)
         return entry
+
+    def _driver_bytes(self, before: MemoryReading, after: MemoryReading) -> int:
+        """What vanished from the device beside the pool's growth; on a CPU other processes move that reading."""
+        if self.device.torch_device.type == "cpu":
+            return 0
+        grown = max(0, after.pool_bytes - before.pool_bytes)
+        return max(0, before.free_bytes - after.free_bytes - grown)
 
     def record_failure(self, key: GraphKey, error: CaptureError) -> None:
         self.failures.append(FailedCapture(key, str(error)))
