@@ -1,10 +1,11 @@
-"""Arena: the emulated device's memory. one lazily committed buffer with recycled blocks.
+"""Arena: the emulated device's memory, one lazily committed buffer with recycled blocks.
 
 Each block is handed to torch as its own storage, so it is freed when the last tensor sharing that storage
 dies, is merged with its free neighbours, and is handed out again first-fit. That is what makes lifetime
-faults visible on a CPU: an address kept past its owner's death soon holds something else. Blocks are 512-byte
-aligned, as on CUDA. Invariant: a live block never overlaps another; ``bytes_in_use`` counts rounded blocks,
-``num_bytes`` is the highest end of a block ever handed out (what a pool of this history costs).
+faults visible on a CPU: an address kept past its owner's death soon holds something else. As in CUDA's
+caching allocator, blocks are 512-byte aligned, and what no free block can hold makes a new *segment*, whose
+blocks never merge with another segment's: so the order in which sizes are captured decides what a pool costs.
+Invariant: live blocks never overlap. ``bytes_in_use`` counts rounded blocks, ``num_bytes`` whole segments.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class Arena:
         self._start = self._base.data_ptr()
         self._capacity = capacity
         self._poison_freed = poison_freed
-        self._free_offsets = [0]
-        self._free_sizes = [capacity]
+        self._free_offsets: list[int] = []
+        self._free_sizes: list[int] = []
+        self._segment_starts: set[int] = set()
         # Finalizers can run at any allocation of this or another thread, so they only queue; `_drain` does
         # the work.
         self._freed: deque[tuple[int, int]] = deque()
         self._in_use = 0
-        self._high_water = 0
+        self._end = 0
 
     @property
     def bytes_in_use(self) -> int:
@@ -56,8 +58,8 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """The high-water mark."""
-        return self._high_water
+        """Bytes of all segments: they are kept until the arena dies."""
+        return self._end
 
     def owns(self, tensor: Tensor) -> bool:
         return self._start <= tensor.data_ptr() < self._start + self._capacity
@@ -85,21 +87,29 @@ class Arena:
         self._drain()
         wanted = _round_up(num_bytes)
         for i, size in enumerate(self._free_sizes):
-            if size < wanted:
-                continue
-            offset = self._free_offsets[i]
-            if size == wanted:
-                del self._free_offsets[i], self._free_sizes[i]
-            else:
-                self._free_offsets[i] += wanted
-                self._free_sizes[i] -= wanted
-            self._in_use += wanted
-            self._high_water = max(self._high_water, offset + wanted)
-            return offset, wanted
-        raise MemoryLimitError(
-            f"the emulated pool has no free block of {wanted} bytes ({self._in_use} of {self._capacity} in "
-            "use); capture fewer or smaller sizes, or give the device a larger arena_bytes"
-        )
+            if size >= wanted:
+                offset = self._free_offsets[i]
+                if size == wanted:
+                    del self._free_offsets[i], self._free_sizes[i]
+                else:
+                    self._free_offsets[i] += wanted
+                    self._free_sizes[i] -= wanted
+                break
+        else:
+            offset = self._new_segment(wanted)
+        self._in_use += wanted
+        return offset, wanted
+
+    def _new_segment(self, num_bytes: int) -> int:
+        offset = self._end
+        if offset + num_bytes > self._capacity:
+            raise MemoryLimitError(
+                f"the emulated pool has no room for {num_bytes} bytes ({self._in_use} of {self._capacity} in use); "
+                "capture fewer or smaller sizes, or give the device a larger arena_bytes"
+            )
+        self._segment_starts.add(offset)
+        self._end += num_bytes
+        return offset
 
     def _drain(self) -> None:
         while self._freed:
@@ -111,10 +121,12 @@ class Arena:
 
     def _insert_free(self, offset: int, size: int) -> None:
         i = bisect_left(self._free_offsets, offset)
-        if i < len(self._free_offsets) and offset + size == self._free_offsets[i]:
+        end = offset + size
+        if i < len(self._free_offsets) and end == self._free_offsets[i] and end not in self._segment_starts:
             size += self._free_sizes[i]
             del self._free_offsets[i], self._free_sizes[i]
-        if i > 0 and self._free_offsets[i - 1] + self._free_sizes[i - 1] == offset:
+        previous_ends_here = i > 0 and self._free_offsets[i - 1] + self._free_sizes[i - 1] == offset
+        if previous_ends_here and offset not in self._segment_starts:
             self._free_sizes[i - 1] += size
             return
         self._free_offsets.insert(i, offset)
