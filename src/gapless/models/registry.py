@@ -99,16 +99,23 @@ def load_model(
         dtype=resolve_dtype(dtype, stored=config.dtype_name, device=device),
         device=device,
     )
+    tokenizer = opened.tokenizer()  # before the weights: a bad one should not cost minutes
     opened.fill(model, progress)
     return LoadedModel(
         model=model,
         info=model.info,
         max_model_len=model_len,
-        tokenizer=opened.tokenizer(),
+        tokenizer=tokenizer,
         model_type=config.model_type,
         raw_config=opened.raw,
         source=opened.description,
     )
+
+
+def read_model_info(source: str) -> ModelInfo:
+    """The numbers of a model without its weights. Raises ``ModelError`` as ``load_model`` does."""
+    config = _open_source(source, load_format="auto", seed=0).config
+    return Decoder(config, max_positions=1, dtype=torch.float32, device=torch.device("meta")).info
 
 
 def resolve_dtype(dtype: str, *, stored: str | None, device: torch.device) -> torch.dtype:
@@ -144,7 +151,7 @@ def _open_source(source: str, *, load_format: str, seed: int) -> _Source:
     path = Path(source).expanduser()
     if path.is_dir():
         return _open_folder(path, load_format=load_format, seed=seed)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return _open_gguf(path, load_format=load_format, seed=seed)
     if path.is_file():
         raise ModelError(f"{source}: not a model; give a folder with config.json or a .gguf file")
@@ -157,11 +164,15 @@ def _open_source(source: str, *, load_format: str, seed: int) -> _Source:
 def _open_folder(folder: Path, *, load_format: str, seed: int) -> _Source:
     if load_format == "gguf":
         raise ModelError(f"{folder}: load_format='gguf' needs a .gguf file, this is a folder")
-    raw = _read_json(folder / "config.json", folder)
+    if not (folder / "config.json").is_file():
+        found = [path.name for path in sorted(folder.glob("*.gguf"))]
+        hint = f"name the file itself: {found[0]}" if found else "give a Hugging Face folder or a .gguf file"
+        raise ModelError(f"{folder}: no config.json; {hint}")
+    raw = _read_json(folder / "config.json")
     config = parse_config(raw, source=str(folder))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        ids = token_ids(_read_json(generation, folder).get("eos_token_id"), source=str(generation))
+        ids = token_ids(_read_json(generation).get("eos_token_id"), source=str(generation))
         config = replace(config, eos_token_ids=ids or config.eos_token_ids)
     return _Source(
         config=config,
@@ -210,12 +221,10 @@ def _model_len(config: DecoderConfig, wanted: int | None) -> int:
     return wanted
 
 
-def _read_json(path: Path, folder: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ModelError(f"{folder}: no {path.name}; give the folder of a Hugging Face model or a .gguf file")
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object")

@@ -19,8 +19,9 @@ from gapless.errors import ModelError, RequestError
 from gapless.models.gguf_file import GGUFFile
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
-_CONTROL, _USER_DEFINED = 3, 4
-"""GGUF token types that are matched in the text before anything else; control tokens are special."""
+_SPECIAL_KINDS, _USER_DEFINED = (2, 3), 4
+"""GGUF token types that are matched in the text before anything else: unknown and control tokens are
+special."""
 
 
 class Tokenizer:
@@ -73,6 +74,13 @@ class Tokenizer:
         template = chat_template or self.chat_template
         if template is None:
             raise RequestError("this model has no chat template: pass one, or use generate() with plain text")
+        if not messages:
+            raise RequestError("a chat needs at least one message")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(
+                    f"chat message {message!r} must be an object with a 'role' and a 'content'"
+                )
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -119,19 +127,19 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer | None:
     if not tokens:
         return None
     kind = metadata.get("tokenizer.ggml.model")
+    special_tokens = _gguf_special_tokens(metadata, tokens)
     if kind == "gpt2":
         backend = _byte_level_backend(file, tokens)
     elif kind == "llama":
-        backend = _sentencepiece_backend(file, tokens)
+        backend = _sentencepiece_backend(file, tokens, unknown=special_tokens.get("unk_token"))
     else:
         raise ModelError(f"{file.path}: GGUF tokenizer model {kind!r} is not implemented; gpt2 and llama are")
     _add_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [])
-    special_tokens = _gguf_special_tokens(metadata, tokens)
     adds_bos_by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
     bos = special_tokens.get("bos_token")
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos_by_default) and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+            single=[bos, "$A"], special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
         )
     return Tokenizer(
         backend,
@@ -154,13 +162,7 @@ def _byte_level_backend(file: GGUFFile, tokens: list[str]) -> Backend:
     if merges is None:
         raise ModelError(f"{file.path}: metadata key 'tokenizer.ggml.merges' is missing")
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    backend = Backend(
-        BPE(
-            {token: index for index, token in enumerate(tokens)},
-            [_merge_pair(merge) for merge in merges],
-            ignore_merges=pre == "llama-bpe",
-        )
-    )
+    backend = _bpe(file, tokens, [_merge_pair(merge) for merge in merges], ignore_merges=pre == "llama-bpe")
     if pre in ("default", "gpt-2"):
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif pre == "smollm":
@@ -186,7 +188,7 @@ def _byte_level_backend(file: GGUFFile, tokens: list[str]) -> Backend:
     return backend
 
 
-def _sentencepiece_backend(file: GGUFFile, tokens: list[str]) -> Backend:
+def _sentencepiece_backend(file: GGUFFile, tokens: list[str], *, unknown: str | None) -> Backend:
     """Llama 2's BPE over pieces with a visible space and byte fallback; merges follow from the pieces'
     scores."""
     scores = file.metadata.get("tokenizer.ggml.scores")
@@ -194,17 +196,8 @@ def _sentencepiece_backend(file: GGUFFile, tokens: list[str]) -> Backend:
         raise ModelError(
             f"{file.path}: metadata key 'tokenizer.ggml.scores' must have one score for each token"
         )
-    vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
-    backend = Backend(
-        BPE(
-            vocab,
-            _merges_from_scores(vocab, scores),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges = _merges_from_scores(tokens, scores)
+    backend = _bpe(file, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -215,8 +208,17 @@ def _sentencepiece_backend(file: GGUFFile, tokens: list[str]) -> Backend:
     return backend
 
 
-def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Backend:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    try:
+        return Backend(BPE(vocab, merges, **options))
+    except Exception as error:  # the library raises bare ones
+        raise ModelError(f"{file.path}: the tokenizer inside cannot be used: {error}") from error
+
+
+def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, best resulting score first, ties by the parts' scores."""
+    vocab = {token: index for index, token in enumerate(tokens)}
     ranked = []
     for piece, index in vocab.items():
         for cut in range(1, len(piece)):
@@ -232,9 +234,9 @@ def _merge_pair(merge: str) -> tuple[str, str]:
 
 
 def _add_tokens(backend: Backend, tokens: list[str], kinds: Sequence[int]) -> None:
-    control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in _SPECIAL_KINDS]
     defined = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
 
 
