@@ -104,8 +104,9 @@ class Arena:
         offset = self._end
         if offset + num_bytes > self._capacity:
             raise MemoryLimitError(
-                f"the emulated pool has no room for {num_bytes} bytes ({self._in_use} of {self._capacity} in use); "
-                "capture fewer or smaller sizes, or give the device a larger arena_bytes"
+                f"the emulated pool has no room for {num_bytes} bytes "
+                f"({self._in_use} of {self._capacity} in use); capture fewer or smaller sizes, "
+                "or give the device a larger arena_bytes"
             )
         self._segment_starts.add(offset)
         self._end += num_bytes
