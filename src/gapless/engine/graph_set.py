@@ -39,6 +39,10 @@ FILTER_FIELDS = (
 )
 
 
+_SAMPLED_ROWS = 32
+"""Rows that one block of the sampling graph works on."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLimits:
     """The largest step: what every static buffer is sized for."""
@@ -208,9 +212,16 @@ class GraphSet:
     def _sample(
         self, views: InputViews, draw: Callable[..., Tensor], fields: tuple[InputField, ...]
     ) -> Tensor:
-        logits_RV = self.logits[: views.sizes["rows"]]
-        tokens_R = draw(logits_RV, **{f"{f.name}_R": views[f.name] for f in fields})
-        return torch.where(logits_RV.amax(-1).isnan(), INVALID_TOKEN, tokens_R.to(torch.int64))
+        """Draw row by row block, so that the pool holds a few ``[32, V]`` planes and not ``[R, V]`` ones (1
+        GiB at 256 rows of a large vocabulary).
+        """
+        drawn = []
+        for start in range(0, views.sizes["rows"], _SAMPLED_ROWS):
+            block = slice(start, min(start + _SAMPLED_ROWS, views.sizes["rows"]))
+            logits_RV = self.logits[block]
+            tokens_R = draw(logits_RV, **{f"{f.name}_R": views[f.name][block] for f in fields})
+            drawn.append(torch.where(logits_RV.amax(-1).isnan(), INVALID_TOKEN, tokens_R.to(torch.int64)))
+        return torch.cat(drawn)
 
     def _metadata(self, views: InputViews, descriptor: BatchDescriptor) -> AttentionMetadata:
         uniform_len = descriptor.num_tokens // max(descriptor.num_reqs, 1)

@@ -10,6 +10,7 @@ first, memory second.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +18,50 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from gapless.graphs.capture import capture_pass, capture_program
 from torch import Tensor
 
 from gapless.errors import CaptureClosedError, CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.capture import capture_pass, capture_program
 from gapless.graphs.device.base import GraphDevice, MemoryReading, Pool
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.program import Program
+
+
+class SharedPool:
+    """Graph memory for several stores whose graphs never run at the same time.
+
+    The pool is made when the first store captures and released when the last one is released; a store that
+    captures after that gets a fresh pool, because a handle whose last graph has gone must not be reopened
+    (vLLM #53682). ``lock`` is held by whoever runs graphs of the pool.
+    """
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self._pool: Pool | None = None
+        self._users: set[int] = set()
+
+    @property
+    def num_users(self) -> int:
+        return len(self._users)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool.num_bytes if self._pool is not None else 0
+
+    def open(self, user: object) -> Pool:
+        """The pool, made if there is none; ``user`` keeps it until ``leave``."""
+        self._users.add(id(user))
+        self._pool = self._pool or self.device.new_pool()
+        return self._pool
+
+    def leave(self, user: object) -> None:
+        """Give the memory back if ``user`` was the last. Its graphs must have been reset before."""
+        self._users.discard(id(user))
+        if not self._users and self._pool is not None:
+            self._pool.release()
+            self._pool = None
 
 
 class StoreState(enum.StrEnum):
@@ -114,10 +151,14 @@ class FailedCapture:
 class GraphStore:
     """Pool, entries and ledger of one set of graphs that never overlap in time."""
 
-    def __init__(self, device: GraphDevice) -> None:
+    def __init__(self, device: GraphDevice, *, pool: SharedPool | None = None) -> None:
+        """``pool`` is shared with other stores; without it the store has one of its own."""
+        if pool is not None and pool.device is not device:
+            raise GraphError(f"a pool of {pool.device.torch_device} cannot serve {device.torch_device}")
         self.device = device
         self.state = StoreState.BUILDING
         self.failures: list[FailedCapture] = []
+        self.shared_pool = pool or SharedPool(device)
         self._pool: Pool | None = None
         self._entries: dict[GraphKey, GraphEntry] = {}
         self._outputs: dict[str, Tensor] = {}
@@ -157,7 +198,7 @@ class GraphStore:
         """Open the store for captures; sealed when the block ends well, back to building when it raises."""
         if self.state is not StoreState.BUILDING:
             raise CaptureClosedError(f"this store is {self.state}: captures are closed")
-        self._pool = self._pool or self.device.new_pool()
+        self._pool = self.shared_pool.open(self)
         self.state = StoreState.CAPTURING
         try:
             with capture_pass(self.device):
@@ -194,7 +235,7 @@ class GraphStore:
         return entry
 
     def _driver_bytes(self, before: MemoryReading, after: MemoryReading) -> int:
-        """What vanished from the device beside the pool's growth; on a CPU other processes move that reading."""
+        """What vanished from the device beside the pool's growth (on a CPU others move that reading)."""
         if self.device.torch_device.type == "cpu":
             return 0
         grown = max(0, after.pool_bytes - before.pool_bytes)
@@ -218,6 +259,6 @@ class GraphStore:
         self._entries.clear()
         self._outputs.clear()
         if self._pool is not None:
-            self._pool.release()
             self._pool = None
+            self.shared_pool.leave(self)
         self.state = StoreState.RELEASED
