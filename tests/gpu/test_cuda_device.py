@@ -1,4 +1,4 @@
-"""The graph device on real hardware: the main cases of the emulated device's tests, and what only a GPU can show."""
+"""The graph device on real hardware: the emulated device's main cases, and what only a GPU can show."""
 
 from __future__ import annotations
 
@@ -161,13 +161,13 @@ def test_released_pool_returns_its_memory_to_the_driver(cuda):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     pool = cuda.new_pool()
-    x = new(1 << 20)
-    program, out = capture(cuda, pool, lambda: x * 2 + 1)
+    inputs = [new(1 << 20)]
+    program, out = capture(cuda, pool, lambda: inputs[0] * 2 + 1)
     assert pool.num_bytes >= 1 << 22
     del out
     program.reset()
     pool.release()
-    del x
+    inputs.clear()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() == before
 
