@@ -10,7 +10,7 @@ op. Prefer ops that mutate and return nothing.
 
 Ops go through ``torch.library.Library.define``/``impl``, not ``torch.library.custom_op``: the latter wraps
 every call for autograd, which costs about 25 us a call on a CPU against 2.4 us (a decode step makes 60 of
-these calls). No gradient is defined. Used by ``attention/``; ``device/emulated.py`` calls
+these calls). No gradient formula is registered. Used by ``attention/``; ``device/emulated.py`` calls
 ``implementation_of`` at replay.
 """
 

@@ -1,0 +1,198 @@
+"""The compiled Triton kernels against the reference, and under capture: one graph, many batches."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapless.attention.torch_reference import TorchReferenceBackend
+from gapless.attention.triton_paged import TritonPagedBackend
+from ragged_batches import RaggedBatch, make_batch, run_backend
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def reference(batch: RaggedBatch, *, scale: float, window: int | None) -> Tensor:
+    """The oracle in float64, so that its own rounding does not count."""
+    keys = TorchReferenceBackend()
+    keys.write_kv(batch.key, batch.value, batch.k_cache, batch.v_cache, batch.metadata.slot_mapping)
+    out = torch.empty(batch.out.shape, dtype=torch.float64, device=batch.out.device)
+    keys.attend(
+        batch.query.double(),
+        batch.k_cache.double(),
+        batch.v_cache.double(),
+        out,
+        batch.metadata,
+        scale=scale,
+        window=window,
+    )
+    return out
+
+
+def compare(requests: list[tuple[int, int]], *, window: int | None = None, **options: Any) -> None:
+    batch, twin = (make_batch(requests, device="cuda", **options) for _ in range(2))
+    scale = batch.query.shape[2] ** -0.5
+    out = run_backend(TritonPagedBackend(), batch, scale=scale, window=window)
+    expected = reference(twin, scale=scale, window=window)
+    tolerance = TOLERANCE[batch.query.dtype]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    assert (out[batch.num_real_tokens :] == 0).all()
+
+
+BATCHES = {
+    "decode": ([(5, 1), (170, 1), (15, 1), (0, 0), (900, 1)], 1),
+    "verification": ([(50, 4), (0, 4), (300, 4)], 4),
+    "prefill": ([(0, 300), (65, 100), (0, 1)], None),
+    "mixed": ([(200, 1), (0, 90), (0, 0), (700, 3), (33, 1)], None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(("requests", "max_query_len"), BATCHES.values(), ids=BATCHES.keys())
+def test_every_kind_of_batch(
+    requests: list[tuple[int, int]], max_query_len: int | None, window: int | None, dtype: torch.dtype
+) -> None:
+    compare(
+        requests,
+        window=window,
+        dtype=dtype,
+        max_query_len=max_query_len,
+        pad_tokens=7,
+        num_heads=9,
+        num_kv_heads=3,
+        head_size=64,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 24, 64, 128])
+@pytest.mark.parametrize("head_size", [32, 40, 64, 80, 96, 128, 192, 256])
+def test_every_head_and_block_size(head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    compare(
+        [(200, 1), (0, 90), (70, 3)], head_size=head_size, block_size=block_size, dtype=dtype, pad_tokens=3
+    )
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (8, 8), (14, 2), (32, 8), (32, 1), (71, 1)])
+@pytest.mark.parametrize("max_query_len", [1, None])
+def test_every_head_layout(num_heads: int, num_kv_heads: int, max_query_len: int | None) -> None:
+    requests = [(200, 1), (90, 1), (0, 1)] if max_query_len == 1 else [(200, 1), (0, 90), (70, 3)]
+    compare(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=64,
+        dtype=torch.bfloat16,
+        max_query_len=max_query_len,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_ragged_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [
+        (rng.choice([0, rng.randrange(2000)]), rng.choice([0, 1, 1, rng.randrange(1, 200)]))
+        for _ in range(rng.randrange(1, 12))
+    ]
+    compare(
+        requests,
+        window=rng.choice([None, rng.randrange(1, 600)]),
+        dtype=rng.choice([torch.float32, torch.bfloat16]),
+        pad_tokens=rng.randrange(40),
+        seed=seed,
+    )
+
+
+def test_a_captured_launch_serves_every_batch_of_its_bucket() -> None:
+    """One graph; between replays lengths, tables, queries and the poison move."""
+    backend, num_reqs, num_tokens, columns = TritonPagedBackend(), 4, 64, 64
+
+    def fitted(requests: list[tuple[int, int]], seed: int) -> RaggedBatch:
+        requests = requests + [(0, 0)] * (num_reqs - len(requests))
+        batch = make_batch(
+            requests,
+            pad_tokens=num_tokens - sum(new for _, new in requests),
+            table_columns=columns,
+            max_query_len=num_tokens,
+            seed=seed,
+            device="cuda",
+        )
+        room = 256 - batch.k_cache.shape[0]
+        grow = (0, 0, 0, 0, 0, 0, 0, room)
+        return RaggedBatch(
+            **{name: getattr(batch, name) for name in batch.__slots__ if not name.endswith("_cache")},
+            k_cache=torch.nn.functional.pad(batch.k_cache, grow, value=math.nan),
+            v_cache=torch.nn.functional.pad(batch.v_cache, grow, value=math.nan),
+        )
+
+    static = fitted([(3, 1)], 0)
+    run_backend(backend, static, scale=0.3, window=None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_backend(backend, static, scale=0.3, window=None)
+    for seed, requests in enumerate(
+        [[(0, 64)], [(900, 1), (3, 20), (0, 0), (500, 7)], [(1, 1)] * 4, [(0, 0)] * 4, [(300, 60), (7, 1)]], 1
+    ):
+        batch = fitted(requests, seed)
+        for name in ("query", "key", "value", "k_cache", "v_cache"):
+            getattr(static, name).copy_(getattr(batch, name))
+        for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+            getattr(static.metadata, name).copy_(getattr(batch.metadata, name))
+        static.out.fill_(math.nan)
+        graph.replay()
+        expected = run_backend(backend, batch, scale=0.3, window=None)
+        assert torch.equal(static.out, expected), "replay differs from the eager launch"
+        torch.testing.assert_close(
+            expected.double(), reference(batch, scale=0.3, window=None), atol=5e-6, rtol=5e-6
+        )
+
+
+def test_offsets_reach_past_two_to_the_31_elements() -> None:
+    """A cache of 2.2e9 elements, with the request's blocks at its far end."""
+    head_size, num_kv_heads, block_size = 128, 8, 16
+    num_blocks = 2**31 // (head_size * num_kv_heads * block_size) + 64
+    if torch.cuda.mem_get_info()[0] < 14 << 30:
+        pytest.skip("needs 14 GiB of free device memory")
+    small = make_batch(
+        [(40, 1), (0, 20)],
+        num_heads=8,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    used = small.k_cache.shape[0]
+    shift = num_blocks - used
+    caches = [
+        torch.zeros(num_blocks, block_size, num_kv_heads, head_size, dtype=torch.bfloat16, device="cuda")
+        for _ in range(2)
+    ]
+    for cache, source in zip(caches, (small.k_cache, small.v_cache), strict=True):
+        cache[shift:].copy_(source)
+    metadata = small.metadata
+    metadata.block_table.add_(shift)
+    metadata.slot_mapping.add_(shift * block_size)
+    backend = TritonPagedBackend()
+    backend.write_kv(small.key, small.value, *caches, metadata.slot_mapping)
+    backend.attend(small.query, *caches, small.out, metadata, scale=0.1, window=None)
+    metadata.block_table.sub_(shift)
+    metadata.slot_mapping.sub_(shift * block_size)
+    expected = reference(small, scale=0.1, window=None)
+    torch.testing.assert_close(small.out.double(), expected, atol=3e-2, rtol=3e-2)
+    assert torch.equal(caches[0][shift:].nan_to_num(7), small.k_cache.nan_to_num(7))

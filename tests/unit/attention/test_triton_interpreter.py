@@ -1,0 +1,264 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the reference; and what launches depend on.
+
+On a machine with a GPU the kernels are compiled instead, and ``tests/gpu/test_triton_paged.py`` runs the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gapless.attention import triton_paged
+from gapless.attention.torch_reference import TorchReferenceBackend
+from gapless.attention.triton_paged import TritonPagedBackend, triton_write_kv
+from gapless.errors import ConfigError
+from gapless.graphs.modes import AttentionSupport
+from ragged_batches import RaggedBatch, make_batch, run_backend
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
+)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def assert_equals_reference(batch: RaggedBatch, twin: RaggedBatch, *, window: int | None) -> None:
+    out = run_backend(TritonPagedBackend(), batch, scale=0.3, window=window)
+    expected = run_backend(TorchReferenceBackend(), twin, scale=0.3, window=window)
+    tolerance = TOLERANCE[batch.query.dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    assert (out[batch.num_real_tokens :] == 0).all()
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(getattr(batch, name), getattr(twin, name), equal_nan=True, atol=0, rtol=0)
+
+
+def compare(requests: list[tuple[int, int]], *, window: int | None = None, **options: Any) -> None:
+    assert_equals_reference(make_batch(requests, **options), make_batch(requests, **options), window=window)
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(
+    ("requests", "max_query_len"),
+    [
+        ([(5, 1), (70, 1), (15, 1)], 1),
+        ([(5, 1), (0, 0), (33, 1), (0, 0)], 1),
+        ([(5, 3), (0, 3)], 3),
+        ([(0, 12), (9, 20)], None),
+        ([(20, 1), (0, 9), (0, 0), (70, 3)], None),
+    ],
+    ids=["decode", "decode with empty slots", "verification", "prefill", "mixed"],
+)
+def test_every_kind_of_batch(
+    requests: list[tuple[int, int]], max_query_len: int | None, window: int | None
+) -> None:
+    compare(requests, window=window, max_query_len=max_query_len, pad_tokens=2, head_size=16)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128, 256])
+def test_every_head_size_and_dtype(head_size: int, dtype: torch.dtype) -> None:
+    compare([(20, 1), (3, 4)], head_size=head_size, dtype=dtype, num_heads=2, num_kv_heads=1, pad_tokens=1)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (9, 3), (8, 2), (7, 1), (20, 1)])
+def test_every_head_layout(num_heads: int, num_kv_heads: int) -> None:
+    compare([(20, 1), (3, 4)], head_size=16, num_heads=num_heads, num_kv_heads=num_kv_heads, pad_tokens=1)
+
+
+@interpreted
+@pytest.mark.parametrize("block_size", [16, 24, 64, 128])
+def test_every_block_size(block_size: int) -> None:
+    compare([(70, 1), (3, 4), (129, 2)], head_size=16, block_size=block_size, window=100, pad_tokens=1)
+
+
+@interpreted
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 40), st.one_of(st.just(0), st.just(1), st.integers(1, 20))),
+        min_size=1,
+        max_size=4,
+    ),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    pad_tokens=st.integers(0, 20),
+    seed=st.integers(0, 1000),
+)
+def test_ragged_batches_equal_the_reference(
+    requests: list[tuple[int, int]],
+    window: int | None,
+    heads: tuple[int, int],
+    pad_tokens: int,
+    seed: int,
+) -> None:
+    compare(
+        requests,
+        window=window,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_size=16,
+        pad_tokens=pad_tokens,
+        seed=seed,
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_a_request_that_spans_many_tiles(monkeypatch: pytest.MonkeyPatch, tile_rows: int) -> None:
+    tile = triton_paged._Tile(block_q=tile_rows // 2, block_n=16, num_warps=4, num_stages=2)
+    monkeypatch.setattr(triton_paged, "_choose_tile", lambda **_: tile)
+    compare([(5, 50), (0, 0), (0, 33), (17, 1), (3, 64)], head_size=16, pad_tokens=40)
+
+
+@interpreted
+def test_pad_entries_of_the_block_table_are_never_used() -> None:
+    requests = [(20, 1), (5, 3), (0, 0)]
+    batch, twin = (make_batch(requests, table_columns=6, head_size=16) for _ in range(2))
+    for index, length in enumerate(batch.seq_lens):
+        batch.metadata.block_table[index, math.ceil(length / 16) :] = 1_000_000
+    assert_equals_reference(batch, twin, window=None)
+
+
+@interpreted
+def test_queries_keys_and_values_may_be_views_of_a_fused_projection() -> None:
+    batch, twin = (make_batch([(20, 1), (0, 5)], head_size=16) for _ in range(2))
+    fused = torch.cat([t.flatten(1) for t in (batch.query, batch.key, batch.value)], 1)
+    query, key, value = (part.unflatten(1, (-1, 16)) for part in fused.split([4 * 16, 2 * 16, 2 * 16], 1))
+    backend, metadata = TritonPagedBackend(), batch.metadata
+    backend.write_kv(key, value, batch.k_cache, batch.v_cache, metadata.slot_mapping)
+    backend.attend(query, batch.k_cache, batch.v_cache, batch.out, metadata, scale=0.3, window=None)
+    expected = run_backend(TorchReferenceBackend(), twin, scale=0.3, window=None)
+    torch.testing.assert_close(batch.out, expected, atol=2e-6, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("num_kv_heads", "head_size"), [(1, 32), (3, 40), (5, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_write_stores_rows_at_their_slots_and_nowhere_else(
+    num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> None:
+    shape = (3, 16, num_kv_heads, head_size)
+    k_cache, v_cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    key, value = (torch.randn(3, num_kv_heads, head_size).to(dtype) for _ in range(2))
+    slots = torch.tensor([17, 46, 3], dtype=torch.int32)
+    triton_write_kv(key, value, k_cache, v_cache, slots)
+    expected_k, expected_v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    for row, slot in enumerate(slots.tolist()):
+        expected_k[slot // 16, slot % 16], expected_v[slot // 16, slot % 16] = key[row], value[row]
+    assert torch.equal(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+# What a launch depends on
+
+
+class Launches:
+    """Stands in for the kernels and notes every launch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[tuple[int, ...], dict[str, Any], list[Any]]] = []
+        kernels = SimpleNamespace(write_kv_kernel=self, paged_attention_kernel=self)
+        monkeypatch.setattr(triton_paged, "_kernels", lambda: kernels)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            numbers = [a for a in args if not isinstance(a, Tensor)]
+            self.seen.append((grid, constants, numbers))
+
+        return launch
+
+
+@pytest.mark.parametrize("max_query_len", [1, 2, None])
+def test_a_launch_depends_on_shapes_and_bounds_never_on_data(
+    monkeypatch: pytest.MonkeyPatch, max_query_len: int | None
+) -> None:
+    launches = Launches(monkeypatch)
+    for requests in ([(5, 1), (9, 1), (0, 1)], [(30, 1), (0, 0), (20, 2)], [(0, 1), (0, 0), (0, 0)]):
+        batch = make_batch(
+            requests,
+            pad_tokens=3 - sum(new for _, new in requests),
+            table_columns=4,
+            max_query_len=max_query_len,
+        )
+        run_backend(TritonPagedBackend(), batch, scale=0.3, window=None)
+    assert launches.seen[0::2] == [launches.seen[0]] * 3
+    assert launches.seen[1::2] == [launches.seen[1]] * 3
+
+
+@pytest.mark.parametrize("max_query_len", [1, 5, 64, 4096])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_size", [32, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 32])
+def test_tiles_fit_the_hardware(group: int, head_size: int, itemsize: int, max_query_len: int) -> None:
+    tile = triton_paged._choose_tile(
+        group=group, head_size=head_size, itemsize=itemsize, max_query_len=max_query_len
+    )
+    group_pad = 1 << (group - 1).bit_length()
+    rows = tile.block_q * group_pad
+    assert rows >= 16, "the smallest matrix product"
+    assert rows & (rows - 1) == 0
+    assert tile.block_n >= 16
+    head_bytes = (1 << (head_size - 1).bit_length()) * itemsize
+    keys_and_values = 2 * tile.num_stages * tile.block_n * head_bytes
+    queries = rows * head_bytes
+    assert keys_and_values + queries <= 227 * 1024, "shared memory of one Hopper SM"
+
+
+def test_long_prefill_uses_larger_query_tiles_than_decode() -> None:
+    decode, prefill = (
+        triton_paged._choose_tile(group=4, head_size=128, itemsize=2, max_query_len=n) for n in (1, 4096)
+    )
+    assert decode.block_q * 4 == 16
+    assert prefill.block_q > decode.block_q
+
+
+def test_an_empty_step_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    run_backend(TritonPagedBackend(), make_batch([(0, 0)]), scale=0.3, window=None)
+    assert launches.seen == []
+
+
+# What is refused
+
+
+def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=r"needs a CUDA device.*torch_reference"):
+        run_backend(TritonPagedBackend(), make_batch([(0, 1)]), scale=0.3, window=None)
+
+
+def test_head_sizes_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Launches(monkeypatch)
+    with pytest.raises(ConfigError, match="up to 256, not 512"):
+        run_backend(TritonPagedBackend(), make_batch([(0, 1)], head_size=512), scale=0.3, window=None)
+
+
+def test_without_triton_the_module_imports_and_its_use_says_what_to_do() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from gapless.attention.triton_paged import TritonPagedBackend\n"
+        "try:\n    TritonPagedBackend()\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True
+    )
+    assert result.stdout.startswith("ConfigError attention backend triton_paged needs Triton")
+    assert "torch_reference" in result.stdout
+
+
+def test_backend_declares_that_it_serves_every_batch() -> None:
+    assert (TritonPagedBackend.name, TritonPagedBackend.support) == ("triton_paged", AttentionSupport.ALWAYS)
