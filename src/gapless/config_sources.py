@@ -133,9 +133,10 @@ def parse_compilation_config(value: str | Mapping[str, Any]) -> dict[str, Any]:
             )
         if item is None:
             continue
-        if name in fields and fields[name] != _plain(name, item):
+        plain = _plain(name, item, spelling=key)
+        if name in fields and fields[name] != plain:
             raise ConfigError(f"--compilation-config gives {name} twice, with different values")
-        fields[name] = _plain(name, item)
+        fields[name] = plain
     return fields
 
 
@@ -166,14 +167,14 @@ def _canonical(source: Source, fields: Collection[str]) -> dict[str, Any]:
                 put(name, item, f"compilation_config's {name}")
         else:
             name = ALIASES.get(key, key)
-            put(name, _plain(name, value), key)
+            put(name, _plain(name, value, spelling=key), key)
     return result
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, *, spelling: str) -> Any:
     """A form in which equal values compare equal, whichever way they were written."""
     if name.endswith("_sizes"):
-        return parse_sizes(name, value)
+        return parse_sizes(spelling, value)
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -1,0 +1,101 @@
+"""The command itself: help, version, start-up cost, broken pipes, logging, argument spelling."""
+
+import subprocess
+import sys
+
+import pytest
+
+from gapless.cli.main import main
+from gapless.cli.options import normalise_args
+
+FLAGS = ("--prompt", "--max-tokens", "--cuda-graph-bs-prefill", "--cuda-graph-bs-decode")
+
+
+def test_no_arguments_is_help(capsys):
+    assert main([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "inspect", "env"])
+def test_every_command_has_help(capsys, command):
+    assert main([command, "--help"]) == 0
+    assert f"gapless {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "inspect"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("flag", ["backend", "max-bs", "bs"])
+def test_every_graph_flag_is_in_the_help_in_full(capsys, command, phase, flag):
+    main([command, "--help"])
+    assert f"--cuda-graph-{flag}-{phase}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "gapless 0.1.0\n"
+
+
+def test_unknown_command_is_one_sentence(capsys):
+    assert main(["generat", "--prompt", "x"]) == 2
+    err = capsys.readouterr().err
+    assert "generat" in err
+    assert err.count("\n") == 1
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys; from gapless.cli.main import main; main(['generate', '--help']); "
+        "sys.exit(any(name.split('.')[0] in ('torch', 'transformers', 'numpy') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_module_and_console_script_are_the_same_command():
+    from importlib.metadata import entry_points
+
+    (script,) = entry_points(group="console_scripts", name="gapless")
+    assert script.load() is main
+    answer = subprocess.run(
+        [sys.executable, "-m", "gapless.cli.main", "--version"], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "gapless 0.1.0\n"
+
+
+def test_reader_that_goes_away_ends_the_command_without_a_traceback():
+    command = f"{sys.executable} -m gapless.cli.main inspect --json | head -n 1"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert answer.stdout == "{\n"
+    assert "Traceback" not in answer.stderr
+    assert "Exception ignored" not in answer.stderr
+
+
+@pytest.mark.parametrize("level", ["verbose", "3", "debug info"])
+def test_bad_logging_level_is_an_error(capsys, monkeypatch, level):
+    monkeypatch.setenv("GAPLESS_LOGGING_LEVEL", level)
+    assert main(["inspect"]) == 2
+    assert "GAPLESS_LOGGING_LEVEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--max_tokens", "5"], ["--max-tokens", "5"]),
+        (["--max_tokens=5"], ["--max-tokens=5"]),
+        (["--prompt", "a_b"], ["--prompt", "a_b"]),
+        (["--prompt=a_b"], ["--prompt=a_b"]),
+        (["--not_ours", "x"], ["--not_ours", "x"]),
+        (["--cuda-graph-bs-decode", "1", "2", "4"], ["--cuda-graph-bs-decode", "1,2,4"]),
+        (["--cuda-graph-bs-decode", "1,2", "4,8"], ["--cuda-graph-bs-decode", "1,2,4,8"]),
+        (["--cuda-graph-bs-prefill=16", "32"], ["--cuda-graph-bs-prefill=16,32"]),
+        (
+            ["--cuda_graph_bs_decode", "1", "2", "--prompt", "3"],
+            ["--cuda-graph-bs-decode", "1,2", "--prompt", "3"],
+        ),
+        (["--prompt", "1", "2"], ["--prompt", "1", "2"]),
+        (["--cuda-graph-bs-decode", "1", "x"], ["--cuda-graph-bs-decode", "1", "x"]),
+        (["--", "--max_tokens"], ["--", "--max_tokens"]),
+        ([], []),
+    ],
+)
+def test_spellings_are_brought_to_one(args, expected):
+    assert normalise_args(args, FLAGS) == expected
