@@ -190,6 +190,12 @@ def test_phases_of_one_kind_share_one_set_owned_by_prefill(request_, prefill_ext
     assert dispatcher.dispatch(uniform(3)).phase is DECODE
 
 
+def test_a_list_for_both_phases_is_the_whole_piecewise_set_when_speculating_too():
+    dispatcher = dispatcher_of(GraphRequest(mode=GraphMode.PIECEWISE, capture_sizes=(4, 8, 40)), query_len=3)
+    assert [key.num_tokens for key in dispatcher.capture_descriptors(PREFILL)] == [40, 8, 4]
+    assert dispatcher.dispatch(uniform(3, 3)).descriptor == BatchDescriptor(40, MAX_REQS)
+
+
 def test_two_piecewise_strategies_keep_two_sets():
     dispatcher = dispatcher_of(REQUESTS["two_piecewise"])
     assert dispatcher.dispatch(uniform(3)).owner is DECODE
@@ -292,6 +298,14 @@ def test_an_eager_step_says_why(name, batch, reason):
 def test_decode_past_every_size_is_larger_than_largest():
     dispatcher = dispatcher_of(GraphRequest(mode=GraphMode.FULL_DECODE_ONLY, decode_max=4))
     assert dispatcher.dispatch(uniform(5)).reason is EagerReason.LARGER_THAN_LARGEST
+
+
+def test_the_reason_is_that_of_the_graphs_the_phase_was_planned_with():
+    dispatcher = dispatcher_of(REQUESTS["few_decode"])
+    for key in dispatcher.capture_descriptors(PREFILL):
+        dispatcher.drop(key, phase=PREFILL)
+    assert dispatcher.dispatch(uniform(5)).reason is EagerReason.LARGER_THAN_LARGEST
+    assert dispatcher.dispatch(shape(5)).reason is EagerReason.CAPTURE_FAILED
 
 
 def test_requests_without_tokens_take_room_for_requests():

@@ -521,6 +521,20 @@ def test_one_set_of_full_graphs_takes_decode_sizes_on_top_when_they_are_named():
     assert plan.decode.ladder.sizes == (1, 2)
 
 
+def test_token_sizes_rounded_up_for_decode_are_reported_with_what_was_dropped():
+    plan = resolve(GraphRequest(capture_sizes=(4, 6, 99)), caps(uniform_query_len=3))
+    assert plan.decode.ladder.sizes == (2,)
+    assert [lost.size for lost in plan.decode.ladder.dropped] == [4, 33]
+    assert "rounded up to 6 tokens" in plan.decode.ladder.dropped[0].reason
+
+
+@pytest.mark.parametrize(("query_len", "step"), [(1, 4), (2, 2), (3, 4), (4, 1), (6, 2)])
+def test_decode_batches_divide_by_the_token_multiple_with_as_few_requests_as_that_takes(query_len, step):
+    plan = resolve(GraphRequest(), caps(token_multiple=4, uniform_query_len=query_len, max_reqs=4 + step))
+    assert plan.decode.ladder.largest == 4 + step
+    assert plan.decode.ladder.sizes[0] == step
+
+
 def test_prefill_sizes_divide_by_the_token_multiple_and_so_do_decode_batches():
     plan = resolve(GraphRequest(), caps(token_multiple=4, uniform_query_len=2))
     assert all(size % 4 == 0 for size in plan.prefill.ladder.sizes)
