@@ -10,6 +10,8 @@ per bucket; addresses never change. Read ``runner.py`` next.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -36,21 +38,21 @@ _NUMPY_DTYPES = {
 class InputField:
     """One static input.
 
-    ``dims``: an ``int``, a symbol, or ``"symbol+k"`` per dimension. ``pad`` fills whatever the batch does
-    not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` is another legal pad value
-    that tests use to prove that pad rows cannot influence real ones. ``on_device`` inputs are tensors copied
-    on the device.
+    ``dims``: an ``int``, a symbol, ``"symbol+k"`` or ``"m*symbol+k"`` per dimension. ``pad`` fills whatever
+    the batch does not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` holds other
+    legal pad values that verification uses to prove that pad rows cannot influence real ones. ``on_device``
+    inputs are tensors copied on the device.
     """
 
     name: str
     dims: tuple[str | int, ...]
     dtype: torch.dtype = torch.int32
     pad: int | float | Literal["last"] = 0
-    poison: int | float | None = None
+    poison: int | float | tuple[int | float, ...] | None = None
     on_device: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(_dim(dim, sizes) for dim in self.dims)
+        return tuple(dim_size(dim, sizes) for dim in self.dims)
 
 
 class InputViews:
@@ -82,7 +84,10 @@ class StaticInputs:
         self.max_sizes = dict(max_sizes)
         self.torch_device = torch_device
         self.poison = False
+        self.poison_round = 0
+        """Which of a field's several poison values is used."""
         self._host_fields = tuple(f for f in fields if not f.on_device)
+        self.device_names = frozenset(f.name for f in fields if f.on_device)
         self._views: dict[tuple[tuple[str, int], ...], InputViews] = {}
         _, capacity = self._pack(self.max_sizes)
         # static: written in place for the life of this object, never rebound
@@ -110,7 +115,7 @@ class StaticInputs:
         """Views of any size, not kept: for eager steps, whose sizes have no bound on their number."""
         return self._make_views(dict(sizes))
 
-    def load(self, views: InputViews, values: Mapping[str, np.ndarray]) -> None:
+    def load(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
         """Write a batch into ``views``: real values first, declared padding after them, one copy to the
         device.
 
@@ -118,22 +123,26 @@ class StaticInputs:
         dimension, never larger (``GraphError``). Checks run before the first byte is written.
         """
         self._check(views, values, self._host_fields)
+        if not self._host_fields:
+            return
         host = self._ring.acquire()
         for field in self._host_fields:
             shape = views.tensors[field.name].shape
             start = views.layout[field.name]
             count = int(np.prod(shape)) * field.dtype.itemsize
-            target = host[start : start + count].view(_NUMPY_DTYPES[field.dtype]).reshape(shape)
+            target: np.ndarray = host[start : start + count].view(_NUMPY_DTYPES[field.dtype]).reshape(shape)
             self._fill_host(field, target, np.asarray(values[field.name]))
         self._ring.submit(views.num_bytes)
 
-    def load_on_device(self, views: InputViews, values: Mapping[str, Tensor]) -> None:
+    def load_on_device(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
         ``load``."""
         fields = tuple(f for f in self.fields if f.on_device)
         self._check(views, values, fields)
         for field in fields:
-            self._fill_device(field, views.tensors[field.name], values[field.name])
+            value = values[field.name]
+            assert isinstance(value, Tensor), f"on-device input {field.name!r} takes a tensor"
+            self._fill_device(field, views.tensors[field.name], value)
 
     def _pack(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
         layout: dict[str, int] = {}
@@ -156,8 +165,9 @@ class StaticInputs:
         for field in self.fields:
             shape = field.shape(sizes)
             if field.on_device:
-                buffer = self._device_buffers[field.name]
-                tensors[field.name] = buffer[tuple(slice(0, n) for n in shape)]
+                # Carved from the front: contiguous for every bucket, whichever dims are dynamic.
+                flat = self._device_buffers[field.name].view(-1)
+                tensors[field.name] = flat[: int(np.prod(shape))].view(shape)
                 continue
             count = int(np.prod(shape)) * field.dtype.itemsize
             start = layout[field.name]
@@ -176,7 +186,11 @@ class StaticInputs:
                 raise GraphError(f"input {field.name!r} of shape {have} does not fit its static view {room}")
 
     def _pad_value(self, field: InputField) -> int | float | str:
-        return field.poison if self.poison and field.poison is not None else field.pad
+        if not self.poison or field.poison is None:
+            return field.pad
+        if isinstance(field.poison, tuple):
+            return field.poison[self.poison_round % len(field.poison)]
+        return field.poison
 
     def _fill_host(self, field: InputField, target: np.ndarray, value: np.ndarray) -> None:
         pad = self._pad_value(field)
@@ -195,14 +209,23 @@ class StaticInputs:
         target[tuple(slice(0, n) for n in value.shape)] = value
 
     def _fill_device(self, field: InputField, target: Tensor, value: Tensor) -> None:
+        if value.shape == target.shape:
+            target.copy_(value, non_blocking=True)
+            return
+        pad = self._pad_value(field)
         if value.shape[1:] != target.shape[1:]:
-            target.fill_(self._pad_value(field))
+            assert not isinstance(pad, str), f"{field.name}: pad 'last' repeats rows, so only dim 0 may grow"
+            target.fill_(pad)
             target[tuple(slice(0, n) for n in value.shape)].copy_(value, non_blocking=True)
             return
         n = value.shape[0]
         target[:n].copy_(value, non_blocking=True)
-        if n < target.shape[0]:
-            target[n:].fill_(self._pad_value(field))
+        if not isinstance(pad, str):
+            target[n:].fill_(pad)
+        elif n:
+            target[n:].copy_(target[n - 1 : n].expand_as(target[n:]))
+        else:
+            target.zero_()
 
 
 class _StagingRing:
@@ -236,8 +259,25 @@ class _StagingRing:
         self._next = (slot + 1) % _RING_SLOTS
 
 
-def _dim(dim: str | int, sizes: Mapping[str, int]) -> int:
+def dim_size(dim: str | int, sizes: Mapping[str, int]) -> int:
+    """The size of one declared dimension. ``"2*tokens+1"`` with ``{"tokens": 4}`` is 9."""
     if isinstance(dim, int):
         return dim
-    symbol, _, extra = dim.partition("+")
-    return sizes[symbol] + (int(extra) if extra else 0)
+    size = sizes.get(dim)
+    if size is not None:
+        return size
+    factor, symbol, addend = parse_dim(dim)
+    return factor * sizes[symbol] + addend
+
+
+@functools.cache
+def parse_dim(dim: str) -> tuple[int, str, int]:
+    """Factor, symbol and addend of ``"m*symbol+k"``. Raises ``GraphError`` for anything else."""
+    match = _DIM.fullmatch(dim)
+    if match is None:
+        raise GraphError(f"dimension {dim!r} is not 'symbol', 'symbol+k' or 'm*symbol+k'")
+    factor, symbol, addend = match.groups()
+    return int(factor or 1), symbol, int(addend or 0)
+
+
+_DIM = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)([+-]\d+)?")

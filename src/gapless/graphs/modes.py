@@ -22,6 +22,8 @@ class Phase(enum.StrEnum):
     """Random sampling from logits, for batches in which a row is not greedy."""
     SAMPLE_FILTERED = "sample_filtered"
     """The same with top-k, top-p or min-p, which need the vocabulary sorted."""
+    FORWARD = "forward"
+    """A callable of the library interface, which has no phases."""
 
 
 class Strategy(enum.StrEnum):

@@ -13,6 +13,7 @@ from typing import Any
 
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.store import GraphStore
+from gapless.graphs.timeline import Timeline
 
 
 @dataclass(slots=True)
@@ -28,20 +29,24 @@ class StepLog:
 
     replays: dict[tuple[Phase, Strategy, int], StepCounts] = field(default_factory=dict)
     eager: Counter[tuple[Phase, str]] = field(default_factory=Counter)
+    timeline: Timeline = field(default_factory=Timeline)
 
     def count_replay(self, phase: Phase, strategy: Strategy, bucket: int, num_real: int) -> None:
         counts = self.replays.setdefault((phase, strategy, bucket), StepCounts())
         counts.count += 1
         counts.tokens += num_real
         counts.padding += bucket - num_real
+        self.timeline.count(is_replay=True)
 
     def count_eager(self, phase: Phase, reason: str) -> None:
         self.eager[phase, reason] += 1
+        self.timeline.count(is_replay=False)
 
     def clear(self) -> None:
         """Forget everything counted so far (a benchmark's warm-up)."""
         self.replays.clear()
         self.eager.clear()
+        self.timeline.clear()
 
     def steps(self) -> list[dict[str, Any]]:
         return [
@@ -65,13 +70,14 @@ class StepLog:
 
 def build_report(*, plan: dict[str, Any], store: GraphStore, log: StepLog) -> dict[str, Any]:
     """The report schema: ``plan``, ``graphs`` (the ledger), ``failures``, ``steps``, ``eager``,
-    ``memory``."""
+    ``timeline``, ``memory``."""
     return {
         "plan": plan,
         "graphs": [row.to_dict() for row in store.ledger],
         "failures": [{"graph": str(f.key), "message": f.message} for f in store.failures],
         "steps": log.steps(),
         "eager": log.eager_steps(),
+        "timeline": log.timeline.to_dict(),
         "memory": {
             "pool_bytes": store.pool_bytes,
             "driver_bytes": sum(row.driver_bytes for row in store.ledger),

@@ -10,7 +10,9 @@ here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from gapless.errors import CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.buffers import InputViews, StaticInputs
+from gapless.graphs.buffers import InputViews, StaticInputs, dim_size
 from gapless.graphs.capture import warm_up
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
@@ -34,13 +36,16 @@ Values = Mapping[str, np.ndarray | Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputField:
-    """One output: a tensor whose first dimension is the symbol ``dim``; copied into the store's buffer
-    ``name``."""
+    """One output: a tensor of shape ``(dim, *row_shape)``, sizes or symbols as in ``InputField.dims``; copied
+    into the store's buffer ``name``."""
 
     name: str
-    dim: str
-    row_shape: tuple[int, ...] = ()
+    dim: str | int
+    row_shape: tuple[str | int, ...] = ()
     dtype: torch.dtype = torch.float32
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(dim_size(dim, sizes) for dim in (self.dim, *self.row_shape))
 
 
 class GraphRunner:
@@ -72,9 +77,7 @@ class GraphRunner:
         self._fn, self._outputs = fn, outputs
         self._sizes_of, self._make_dummy, self._make_batch = sizes_of, make_dummy, make_batch
         self._prologue = prologue
-        self._buffers = [
-            store.output(o.name, (inputs.max_sizes[o.dim], *o.row_shape), o.dtype) for o in outputs
-        ]
+        self._buffers = [store.output(o.name, o.shape(inputs.max_sizes), o.dtype) for o in outputs]
         self._batches: dict[BatchDescriptor, Any] = {}
         self._call: Callable[[InputViews], tuple[Tensor, ...]] = self._run_and_store
         if strategy is not Strategy.DISABLED:
@@ -135,6 +138,31 @@ class GraphRunner:
         batch = self._make_batch(views, descriptor)
         return self._run(views, descriptor, RuntimeMode.NONE, batch, values, sizes)
 
+    def observe(
+        self,
+        descriptor: BatchDescriptor,
+        values: Values,
+        *,
+        num_real: Mapping[str, int],
+        scope: AbstractContextManager[Any],
+    ) -> tuple[Tensor, ...]:
+        """Padded eager with ``scope`` around the call alone, for what watches ops; loading is left out."""
+        views = self.inputs.views(self._sizes_of(descriptor))
+        batch = self._batch(views, descriptor)
+        self._load(views, values, num_real)
+        context = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
+        with torch.no_grad(), use_forward_context(context), scope:
+            results = self._fn(views)
+        return tuple(results)
+
+    def sizes_of(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """The symbols of the input schema for a descriptor."""
+        return self._sizes_of(descriptor)
+
+    def dummy(self, descriptor: BatchDescriptor) -> Values:
+        """The batch that ``descriptor`` is captured with."""
+        return self._make_dummy(descriptor)
+
     def time_padding(self, descriptor: BatchDescriptor, fewest: BatchDescriptor) -> PaddingTiming:
         """Time a replay of ``descriptor`` against an eager step of ``fewest`` (both with dummy batches) and
         note it in the ledger.
@@ -174,14 +202,23 @@ class GraphRunner:
         with torch.no_grad(), use_forward_context(context):
             results = self._call(views)
         return tuple(
-            result[: num_real[field.dim]] for result, field in zip(results, self._outputs, strict=True)
+            _prefix(result, field.shape(num_real))
+            for result, field in zip(results, self._outputs, strict=True)
         )
 
     def _load(self, views: InputViews, values: Values, num_real: Mapping[str, int]) -> None:
-        self.inputs.load(views, values)
         if self._prologue is not None:
+            self.inputs.load(views, values)
             with torch.no_grad():
                 self.inputs.load_on_device(views, self._prologue(views, num_real))
+            return
+        on_device = self.inputs.device_names
+        if not on_device:
+            self.inputs.load(views, values)
+            return
+        self.inputs.load(views, {name: v for name, v in values.items() if name not in on_device})
+        with torch.no_grad():
+            self.inputs.load_on_device(views, {name: v for name, v in values.items() if name in on_device})
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
         views, batch = self._warm_up(descriptor, times=self.store.device.num_warmups)
@@ -204,7 +241,12 @@ class GraphRunner:
         results = self._fn(views)
         stored = []
         for result, field, buffer in zip(results, self._outputs, self._buffers, strict=True):
-            target = buffer[: views.sizes[field.dim]]
+            shape = field.shape(views.sizes)
+            if result.shape != shape:
+                raise GraphError(
+                    f"output {field.name!r} has shape {tuple(result.shape)} where {shape} was declared"
+                )
+            target = _prefix(buffer, shape)
             target.copy_(result)
             stored.append(target)
         return tuple(stored)
@@ -223,7 +265,16 @@ class GraphRunner:
         entry = self.store.get(self._key(descriptor))
         assert entry is not None  # the wrapper would have raised
         sizes = self._sizes_of(descriptor)
-        symbol = "tokens" if "tokens" in sizes else next(iter(sizes))
+        symbols = ("tokens",) if "tokens" in sizes else tuple(sizes)
+        real, padded = (math.prod(counts[s] for s in symbols) for counts in (num_real, sizes))
         entry.row.replays += 1
-        entry.row.tokens += num_real[symbol]
-        entry.row.padding += sizes[symbol] - num_real[symbol]
+        entry.row.tokens += real
+        entry.row.padding += padded - real
+
+
+def _prefix(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The corner of ``tensor`` that has ``shape``."""
+    for dim, size in enumerate(shape):
+        if tensor.shape[dim] != size:
+            tensor = tensor.narrow(dim, 0, size)
+    return tensor
