@@ -49,7 +49,7 @@ class TorchReferenceBackend:
 
     name = "torch_reference"
     support = AttentionSupport.ALWAYS
-    preferred: GraphMode | None = None
+    preferred: GraphMode | None = GraphMode.FULL
 
     def write_kv(
         self, key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor

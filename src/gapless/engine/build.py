@@ -63,6 +63,7 @@ class OpenedEngine:
 
 def open_engine(config: EngineConfig, progress: Progress | None = None) -> OpenedEngine:
     """Load the model that ``config`` names and build its runner; errors are those of the two parts."""
+    refuse_missing_options(read_env())
     torch_device = resolve_device(config.device)
     config = config.with_device_defaults(torch_device.type)
     start = time.perf_counter()

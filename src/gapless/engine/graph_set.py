@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gapless.sampling.sampler import sample, sample_unfiltered
 from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
@@ -26,6 +25,7 @@ from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
 from gapless.models.base import CausalModel
+from gapless.sampling.sampler import sample, sample_unfiltered
 
 SAMPLING_FIELDS = (
     InputField(name="temperature", dims=("rows",), dtype=torch.float32, pad=0.0),

@@ -41,4 +41,4 @@ class BatchShape:
     def is_uniform(self, query_len: int) -> bool:
         """True when every request has exactly ``query_len`` tokens (looks at lengths, never only at
         totals)."""
-        return bool(self.query_lens) and all(n == query_len for n in self.query_lens)
+        return bool(self.query_lens) and self.query_lens.count(query_len) == len(self.query_lens)
