@@ -1,4 +1,4 @@
-"""The reference backend against attention written out row by row, and the invariants its docstring promises."""
+"""The reference backend against attention written out row by row, and the invariants it promises."""
 
 from __future__ import annotations
 
@@ -205,11 +205,8 @@ def test_pad_entries_of_the_block_table_are_never_used() -> None:
 
 def test_lengths_and_tables_are_read_at_the_call_not_remembered() -> None:
     """The same tensors with new contents, as a replay sees them."""
-    first, second = (
-        make_batch([(20, 1), (9, 1)], seed=1),
-        make_batch([(3, 1), (40, 1)], seed=2, table_columns=3),
-    )
     first = make_batch([(20, 1), (9, 1)], seed=1, table_columns=3)
+    second = make_batch([(3, 1), (40, 1)], seed=2, table_columns=3)
     attend(first)
     expected = attend(second)
     for name in ("query_start_loc", "seq_lens", "block_table"):

@@ -1,6 +1,7 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU, against the reference; and what launches depend on.
+"""The Triton kernels under Triton's interpreter on the CPU, against the reference; what launches depend on.
 
-On a machine with a GPU the kernels are compiled instead, and ``tests/gpu/test_triton_paged.py`` runs the comparison.
+On a machine with a GPU the kernels are compiled instead, and ``tests/gpu/test_triton_paged.py`` runs the
+comparison.
 """
 
 from __future__ import annotations
