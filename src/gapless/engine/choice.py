@@ -27,7 +27,7 @@ class Choice:
         self, sequence: Sequence, *, tokenizer: TokenizerLike | None, token_text: TokenText, streams: bool
     ) -> None:
         params = sequence.params
-        self.sequence = sequence
+        self.sequence, self.streams = sequence, streams
         self._token_text = token_text
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._text = StopStrings(tuple(params.stop), include_in_output=params.include_stop_str_in_output)

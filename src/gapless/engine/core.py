@@ -167,11 +167,12 @@ class EngineCore:
         if not 0 <= token_id < self.runner.vocab_size:
             self._finish(sequence, error=f"the sampler drew token {token_id}, which is not in the vocabulary")
             return
-        request_id = sequence.request.request_id
-        self._changed[request_id] = self._active[request_id]
-        finish = self._choices[sequence].accept(token_id, candidates)
+        choice = self._choices[sequence]
+        finish = choice.accept(token_id, candidates)
         if finish is not None:
             self.scheduler.finish(sequence, reason=finish.reason, stop_reason=finish.stop_reason)
+        if finish is not None or choice.streams:
+            self._mark_changed(sequence)
 
     def _fail(self, batch: ScheduledBatch, error: str) -> None:
         for entry in batch.entries:
@@ -180,18 +181,24 @@ class EngineCore:
 
     def _finish(self, sequence: Sequence, *, error: str) -> None:
         self.scheduler.finish(sequence, reason="error", error=error)
+        self._mark_changed(sequence)
+
+    def _mark_changed(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
         self._changed[request_id] = self._active[request_id]
 
     def _collect(self) -> list[RequestOutput]:
         outputs = []
         for request_id, active in self._changed.items():
+            is_finished = True
             for choice in active.choices:
-                if choice.sequence.is_finished and self._choices.pop(choice.sequence, None) is not None:
+                if not choice.sequence.is_finished:
+                    is_finished = False
+                elif self._choices.pop(choice.sequence, None) is not None:
                     choice.close()
-            if active.is_finished:
+            if is_finished:
                 del self._active[request_id]
-            if active.is_finished or active.streams:
+            if is_finished or active.streams:
                 outputs.append(active.snapshot())
         self._changed.clear()
         return outputs
@@ -209,10 +216,6 @@ class _Active:
     request: Request
     choices: list[Choice]
     streams: bool
-
-    @property
-    def is_finished(self) -> bool:
-        return all(choice.sequence.is_finished for choice in self.choices)
 
     def snapshot(self) -> RequestOutput:
         return RequestOutput(

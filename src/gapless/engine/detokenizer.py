@@ -56,6 +56,8 @@ class Detokenizer:
 
     def advance(self, end: int) -> str:
         """Text that tokens up to position ``end`` (exclusive) add to what has been returned so far."""
+        if end == self._read + 1:  # the usual case
+            return self._take_token()
         pieces = []
         while self._read < end:
             piece = self._take_block(min(end, self._read + _MAX_BLOCK))

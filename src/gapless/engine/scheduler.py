@@ -82,9 +82,8 @@ class Scheduler:
         """The next step, or None when nothing can run now. Counts its tokens as computed at once."""
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
-        has_preempted = self._schedule_running(decodes, prefills)
-        if not has_preempted:
-            self._admit_waiting(decodes, prefills)
+        self._schedule_running(decodes, prefills)
+        self._admit_waiting(decodes, prefills)
         if not decodes and not prefills:
             return None
         batch = ScheduledBatch(step_id=self._next_step_id, entries=(*decodes, *prefills))
@@ -97,32 +96,29 @@ class Scheduler:
         self._num_in_flight -= 1
         self.allocator.retire(batch.step_id)
 
-    def _schedule_running(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> bool:
-        """Oldest first, so whoever gets preempted (the latest) has not been scheduled in this step yet."""
+    def _schedule_running(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> None:
+        """Oldest first: who decodes arrived before whoever still prefills, and whoever gets preempted (the
+        latest) has not been scheduled in this step yet."""
         budget = self.max_num_batched_tokens
-        num_decodes = sum(1 for sequence in self.running if _num_left(sequence) == 1)
-        prefill_budget = max(0, budget - num_decodes)  # one token is set aside for each decode
-        num_preemptions = self.num_preemptions
+        block_size = self.allocator.block_size
         position = 0
-        while position < len(self.running):
+        while position < len(self.running):  # which shrinks when the latest are preempted
             sequence = self.running[position]
-            num_new = _num_left(sequence)
-            if num_new > 1:
-                num_new = min(num_new, prefill_budget)
-            num_new = min(num_new, budget)
-            if num_new > 0 and self._grow(sequence, num_new):
+            position += 1
+            num_new = min(_num_left(sequence), budget)
+            if num_new <= 0:
+                continue
+            has_room = sequence.num_computed_tokens + num_new <= len(sequence.block_table) * block_size
+            if has_room or self._grow(sequence, num_new):
                 budget -= num_new
                 entry = self._commit(sequence, num_new)
-                if entry.is_decode:
-                    decodes.append(entry)
-                else:
-                    prefills.append(entry)
-                    prefill_budget -= num_new
-            position += 1
-        return self.num_preemptions > num_preemptions
+                (decodes if entry.is_decode else prefills).append(entry)
 
     def _admit_waiting(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> None:
-        """First come, first served: the head of the queue gets in or nobody does."""
+        """First come, first served: the head of the queue gets in or nobody does.
+
+        Whoever was preempted in this step does not come back in it: less was left than it had.
+        """
         if not self.waiting or len(self.running) >= self.max_num_reqs:
             return
         allocator = self.allocator
@@ -155,8 +151,6 @@ class Scheduler:
         """
         allocator = self.allocator
         num_needed = allocator.blocks_for(sequence.num_computed_tokens + num_new) - len(sequence.block_table)
-        if num_needed <= 0:
-            return True
         while (blocks := allocator.allocate(num_needed)) is None:
             if allocator.num_free + allocator.num_held >= num_needed:
                 return False
@@ -170,12 +164,12 @@ class Scheduler:
     def _commit(self, sequence: Sequence, num_new: int) -> ScheduledSequence:
         samples = num_new == _num_left(sequence)
         entry = ScheduledSequence(
-            sequence=sequence,
-            start=sequence.num_computed_tokens,
-            num_new_tokens=num_new,
-            samples=samples,
-            generation=sequence.generation,
-            block_table=sequence.block_table,
+            sequence,
+            sequence.num_computed_tokens,
+            num_new,
+            samples,
+            sequence.generation,
+            sequence.block_table,
         )
         sequence.num_computed_tokens += num_new
         sequence.num_pending_tokens += samples
@@ -202,7 +196,7 @@ class Scheduler:
 def _num_left(sequence: Sequence) -> int:
     """Tokens that could be computed now; 0 once the sequence can only wait for its last token to become
     known."""
-    num_tokens = sequence.num_tokens + sequence.num_pending_tokens
+    num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
     if sequence.num_pending_tokens and num_tokens >= sequence.request.max_total_tokens:
         return 0
     return num_tokens - sequence.num_computed_tokens

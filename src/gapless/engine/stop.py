@@ -63,8 +63,7 @@ class StopStrings:
         stop = self._cut_at_first_match(start) if may_stop and piece else None
         if stop is None:
             withheld = 0 if self._include_in_output else self._num_withheld()
-            # Never take back what was shown: with min_tokens a passed-over match may have been shown in part.
-            self.num_visible = max(self.num_visible, len(self.text) - withheld)
+            self.num_visible = len(self.text) - withheld
         return stop
 
     def flush(self) -> None:

@@ -407,6 +407,22 @@ class TestText:
         assert choice.stop_reason == tokens[-1]
         assert choice.text == TOKENIZER.decode(tokens[:-1])
 
+    def test_nothing_follows_a_stop_string_that_ends_in_the_middle_of_a_token(self):
+        class Pieces:
+            """Tokens that hold whole characters and the beginning of the next one."""
+
+            pieces = (b"a", b".\xf0\x9f")
+
+            def decode(self, token_ids, *, skip_special_tokens=True):
+                return b"".join(self.pieces[t] for t in token_ids).decode(errors="replace")
+
+        runner = PagedFakeRunner(vocab_size=2)
+        speak(runner, [0, 1, 0, 0])
+        core = EngineCore(runner, tokenizer=Pieces())
+        core.add_request("a", [0], SamplingParams(stop="."))
+        (choice,) = drain(core)["a"].outputs
+        assert (choice.text, choice.token_ids, choice.stop_reason) == ("a", (0, 1), ".")
+
     def test_min_tokens_passes_over_early_stop_strings(self):
         core, _, tokens = text_core("a.b.c")
         core.add_request("a", "x", SamplingParams(stop=".", min_tokens=3, max_tokens=50))

