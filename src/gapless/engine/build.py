@@ -22,7 +22,9 @@ from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
 from gapless.engine.planning import make_plan, max_step_tokens
 from gapless.engine.row_graphs import RowGraphs
+from gapless.engine.rules import refuse_missing_options
 from gapless.engine.runner import ModelRunner
+from gapless.env import read_env
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.device import get_device
