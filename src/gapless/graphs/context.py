@@ -24,6 +24,8 @@ class ForwardContext:
     mode: RuntimeMode = RuntimeMode.NONE
     descriptor: BatchDescriptor | None = None
     batch: Any = None
+    use_compiled: bool = False
+    """A *piecewise context*: a forward with a compiled path takes it, in whatever mode the step runs."""
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("gapless_forward_context", default=None)
@@ -35,6 +37,12 @@ def get_forward_context() -> ForwardContext:
     if context is None:
         raise RuntimeError("no forward context: run the model inside `use_forward_context(...)`")
     return context
+
+
+def in_piecewise_context() -> bool:
+    """Whether the running step wants the compiled path; False outside a step."""
+    context = _current.get()
+    return context is not None and context.use_compiled
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -76,6 +76,27 @@ class GraphDevice(Protocol):
         captures go on. A no-op when no segment is open."""
 
     def is_recording(self) -> bool: ...
+
+    def pause_recording(self) -> AbstractContextManager[None]:
+        """For Python that must not notice the recording, such as the guards of ``torch.compile``, which do
+        not work under a dispatch mode: inside the block nothing is recorded. A no-op where recording is the
+        driver's business, and when no segment is open."""
+
+    def resume_recording(self) -> AbstractContextManager[None]:
+        """Inside ``pause_recording``: the block is recorded again. The segment may be ended and another begun
+        in it. A no-op when nothing is paused."""
+
+    def record_call(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        abstract: Callable[..., Any],
+    ) -> Any:
+        """Call compiled code, of which a device may see nothing but the call: ``fn(*args)`` as one node.
+        ``abstract`` takes the same arguments and says, on fake tensors, what ``fn`` returns: tensors,
+        numbers, and tuples or lists of them."""
 
     @property
     def last_op(self) -> str | None:

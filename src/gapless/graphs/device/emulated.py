@@ -135,6 +135,7 @@ class EmulatedDevice:
         self._shapes = ShapeInference()
         self._ops_mode, self._reads_mode = RecordingMode(), HostReadMode()
         self._modes_entered = False
+        self._paused: Recording | None = None
         self._thread: int | None = None
         self._last_op: str | None = None
         self._pools: weakref.WeakSet[EmulatedPool] = weakref.WeakSet()
@@ -154,10 +155,7 @@ class EmulatedDevice:
         arena = pool.arena
         claim_recording(self)
         self._thread = threading.get_ident()
-        if not self._modes_entered:
-            self._reads_mode.__enter__()
-            self._ops_mode.__enter__()
-            self._modes_entered = True
+        self._enter_modes()
         recording = Recording(arena, self._shapes)
         self._ops_mode.recording = self._reads_mode.recording = recording
 
@@ -178,6 +176,40 @@ class EmulatedDevice:
     def is_recording(self) -> bool:
         """True on the thread that records; others go on undisturbed (CUDA's thread-local mode)."""
         return self._ops_mode.recording is not None and self._thread == threading.get_ident()
+
+    @contextmanager
+    def pause_recording(self) -> Iterator[None]:
+        recording = self._ops_mode.recording
+        if recording is None or not self.is_recording():
+            yield
+            return
+        self._hide(recording)
+        try:
+            yield
+        finally:
+            self._show()
+
+    @contextmanager
+    def resume_recording(self) -> Iterator[None]:
+        if self._paused is None:
+            yield
+            return
+        self._show()
+        try:
+            yield
+        finally:
+            recording = self._ops_mode.recording  # another one if a break has ended the segment meanwhile
+            if recording is not None:
+                self._hide(recording)
+
+    def record_call(
+        self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], *, abstract: Callable[..., Any]
+    ) -> Any:
+        recording = self._ops_mode.recording
+        if recording is None or not self.is_recording():
+            return fn(*args)
+        with self.pause_recording():
+            return recording.record_call(name, fn, args, abstract=abstract)
 
     def alias(self, tensor: Tensor) -> Tensor:
         recording, self._ops_mode.recording = self._ops_mode.recording, None
@@ -219,23 +251,49 @@ class EmulatedDevice:
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds)
 
-    def _close(self) -> None:
-        recording = self._ops_mode.recording
+    def _hide(self, recording: Recording) -> None:
+        """Put the open recording aside and take its modes off the stacks."""
+        if not self._leave_modes():
+            raise GraphError(
+                "compiled code was called under a dispatch or function mode that the caller entered during a "
+                "capture (`with torch.device(...)` is one); enter such modes inside the compiled forward"
+            )
+        self._paused = recording
+        self._ops_mode.recording = self._reads_mode.recording = None
+
+    def _show(self) -> None:
+        """Undo ``_hide``; nothing to do when the recording was closed meanwhile."""
+        recording, self._paused = self._paused, None
         if recording is not None:
-            self._last_op = recording.last_op
-            self._ops_mode.recording = self._reads_mode.recording = None
-            release_recording(self)
-        # A break inside the user's own mode (``with torch.device(...)``) finds that mode on top of the stack.
-        # Leaving only when ours is on top keeps the stack in order; a mode without a recording passes
-        # everything on.
-        if (
-            self._modes_entered
-            and _get_current_dispatch_mode() is self._ops_mode
-            and _top_function_mode() is self._reads_mode
-        ):
+            self._enter_modes()
+            self._ops_mode.recording = self._reads_mode.recording = recording
+
+    def _enter_modes(self) -> None:
+        if not self._modes_entered:
+            self._reads_mode.__enter__()
+            self._ops_mode.__enter__()
+            self._modes_entered = True
+
+    def _leave_modes(self) -> bool:
+        """False when another mode lies on top: then ours stay, for the stacks have to be left in order."""
+        if self._modes_entered:
+            tops = (_get_current_dispatch_mode(), _top_function_mode())
+            if tops != (self._ops_mode, self._reads_mode):
+                return False
             self._ops_mode.__exit__(None, None, None)
             self._reads_mode.__exit__(None, None, None)
             self._modes_entered = False
+        return True
+
+    def _close(self) -> None:
+        recording = self._ops_mode.recording or self._paused
+        if recording is not None:
+            self._last_op = recording.last_op
+            self._paused = self._ops_mode.recording = self._reads_mode.recording = None
+            release_recording(self)
+        # A break inside the user's own mode (``with torch.device(...)``) finds that mode on top of the stack.
+        # Ours then stay where they are; a mode without a recording passes everything on.
+        self._leave_modes()
 
 
 class _EagerArenaMode(TorchDispatchMode):

@@ -9,6 +9,7 @@ storage, so that a replay can tell that its owner died. Read ``op_rules.py`` for
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from gapless.errors import CaptureError
 from gapless.graphs.device.arena import Arena, alias_address, poison_
 from gapless.graphs.device.op_binding import Call, bind_functional, bind_mutation
 from gapless.graphs.device.op_rules import OpKind, host_read_functions, one_hot, op_kind, reads_host_data
-from gapless.graphs.device.shapes import ShapeInference, TensorSpec, map_tensors
+from gapless.graphs.device.shapes import ResultSpec, ShapeInference, TensorSpec, leaves_of, map_tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,45 @@ class Recording:
         if kind is OpKind.MUTATION:
             return self._record_mutation(op, args, kwargs, specs)
         return self._record_functional(op, args, kwargs, specs)
+
+    def record_call(
+        self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], *, abstract: Callable[..., Any]
+    ) -> Any:
+        """Record compiled code as one node: only its arguments and results can be seen."""
+        self.last_op = name
+        try:
+            specs = self._shapes.infer_call(abstract, args)
+        except Exception as error:
+            self.error = CaptureError(f"{name} at {user_source_line()} cannot be captured: {error}")
+            raise self.error from error
+        blocks: dict[int, Tensor] = {}
+        targets: list[Tensor | None] = []
+
+        def place(spec: Any) -> Any:
+            if not isinstance(spec, ResultSpec):
+                if isinstance(spec, tuple | list):
+                    return type(spec)([place(item) for item in spec])
+                targets.append(None)
+                return spec
+            if spec.argument is not None:
+                targets.append(None)
+                base = args[spec.argument].view(spec.dtype)
+                return base.as_strided(spec.size, spec.stride, base.storage_offset() + spec.offset)
+            block = blocks.get(spec.storage)
+            if block is None:
+                block = self._arena.empty_strided((spec.num_bytes,), (1,), torch.uint8)
+                blocks[spec.storage] = block.fill_(0xFF)  # NaN in every float type
+            result = block.view(spec.dtype).as_strided(spec.size, spec.stride, spec.offset)
+            targets.append(self.alias(result, name, "output"))
+            return result
+
+        results = place(specs)
+        aliased = tuple(
+            self.alias(arg, name, str(i)) if isinstance(arg, Tensor) else arg for i, arg in enumerate(args)
+        )
+        self.calls.append(functools.partial(_call_and_copy, fn, aliased, tuple(targets)))
+        self.op_names.append(name)
+        return results
 
     def refuse(self, name: str, reason: str) -> None:
         """Raise; the segment stays invalid even if the user's code swallows the error, as on CUDA."""
@@ -261,6 +301,12 @@ def _written_arguments(
             for name in argument.alias_info.before_set:
                 written[name] = value
     return written
+
+
+def _call_and_copy(fn: Callable[..., Any], args: tuple[Any, ...], targets: tuple[Tensor | None, ...]) -> None:
+    for target, result in zip(targets, leaves_of(fn(*args)), strict=True):
+        if target is not None:
+            target.copy_(result)
 
 
 def _class_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -24,6 +24,21 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
+class ResultSpec(NamedTuple):
+    """Metadata of one tensor that a recorded call returns, and the memory it lies in."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    argument: int | None
+    """Index of the argument it is a view of; None for memory of its own."""
+    storage: int
+    """Results with the same number share memory."""
+    num_bytes: int
+    """Of that memory."""
+
+
 class ShapeInference:
     """Answers ``infer`` and remembers. One per device."""
 
@@ -41,6 +56,36 @@ class ShapeInference:
         if found is _MISSING:
             found = self._cache[key] = self._run_fake(op, args, kwargs)
         return found
+
+    def infer_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The same for any function of tensors: a ``ResultSpec`` in place of each tensor it returns."""
+        key = (fn, torch.get_default_dtype(), _freeze(args))
+        found = self._cache.get(key, _MISSING)
+        if found is _MISSING:
+            found = self._cache[key] = self._call_fake(fn, args)
+        return found
+
+    def _call_fake(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with _disable_current_modes(), torch.no_grad():
+            if self._fake_mode is None:
+                self._fake_mode = FakeTensorMode()
+            with self._fake_mode:
+                fake_args = map_tensors(_make_fake, args)
+                result = fn(*fake_args)
+        storages: dict[int, int | None] = {}
+        for i, arg in enumerate(fake_args):
+            if isinstance(arg, Tensor):
+                storages.setdefault(arg.untyped_storage()._cdata, i)
+
+        def spec(tensor: Tensor) -> ResultSpec:
+            storage = tensor.untyped_storage()
+            size, stride, dtype = _spec(tensor)
+            argument = storages.get(storage._cdata)
+            return ResultSpec(
+                size, stride, int(tensor.storage_offset()), dtype, argument, storage._cdata, storage.nbytes()
+            )
+
+        return map_tensors(spec, result)
 
     def _run_fake(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _disable_current_modes(), torch.no_grad():
@@ -69,6 +114,13 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: map_tensors(fn, item) for name, item in value.items()}
     return value
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What nested tuples and lists hold, in order."""
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in leaves_of(item)]
+    return [value]
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
