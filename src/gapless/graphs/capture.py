@@ -22,7 +22,7 @@ import torch
 from gapless.errors import CaptureError, ConfigError
 from gapless.graphs.breakable import ProgramRecorder, activate
 from gapless.graphs.device.base import GraphDevice, Pool
-from gapless.graphs.device.recorder import is_internal_file
+from gapless.graphs.device.recorder import is_internal_file, user_source_line
 from gapless.graphs.modes import Strategy
 from gapless.graphs.program import Program
 
@@ -133,12 +133,15 @@ def _describe(error: Exception, recorder: ProgramRecorder, device: GraphDevice) 
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line of the error's traceback that belongs to the user's code."""
+    """The innermost line of the error's traceback that belongs to the user's code.
+
+    Ending a capture can fail too, after the forward has returned; then it is the line that asked for the capture.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if not is_internal_file(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return "unknown"
+    return f"{user_source_line()} (asked for this capture)"
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -150,6 +150,18 @@ def test_random_draws_of_a_failed_breakable_capture_are_undone(device):
     assert torch.equal(drawn, torch.rand(3))
 
 
+def test_failure_after_the_forward_names_the_line_that_asked_for_the_capture(device):
+    def forward() -> Tensor:
+        try:
+            return X * X.sum().item()
+        except CaptureError:
+            return X * 2
+
+    message = str(try_capture(device, forward))
+    assert f"source line: {__file__}:" in message
+    assert "(asked for this capture)" in message
+
+
 def test_interrupts_pass_through_unwrapped(device):
     def forward() -> Tensor:
         raise KeyboardInterrupt
