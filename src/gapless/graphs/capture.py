@@ -135,7 +135,7 @@ def _describe(error: Exception, recorder: ProgramRecorder, device: GraphDevice) 
 def _user_line(error: BaseException) -> str:
     """The innermost line of the error's traceback that belongs to the user's code.
 
-    Ending a capture can fail too, after the forward has returned; then it is the line that asked for the capture.
+    Ending a capture can fail after the forward has returned: then the line that asked for the capture.
     """
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):

@@ -91,6 +91,7 @@ def test_what_a_gpu_can_capture_is_not_refused(name, device):
     run_recording(device, ALLOWED[name])
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", REFUSED)
 def test_host_reads_work_outside_a_segment(name, device):
     fn, _ = REFUSED[name]
