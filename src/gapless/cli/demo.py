@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 PROMPTS: list[Prompt] = [
     "What is the capital of France?",
-    "Name three fruits that are red.",
+    "Make a title for this text: For forty years the bakery in the small town had a single oven. When it "
+    "broke, the baker thought of closing, but the neighbours collected money, bought a new oven, and carried "
+    "it through the narrow door together.",
     "Write one sentence about the sea.",
-    "Explain to a child, in two or three short sentences, why the sky is blue during the day.",
-    "Summarize in one sentence: A bakery in a small town sold bread from a single oven for forty years. When "
-    "the oven broke, the baker thought of closing, but the neighbours collected money, bought a new one, and "
-    "carried it through the narrow door together. On the first morning the queue reached the church, and the "
-    "baker gave the first loaf to the youngest child in the line.",
+    "Explain to a child in two short sentences why the sky is blue.",
+    "Rewrite this message so that it is friendly and short: Dear customer, we hereby inform you that, owing "
+    "to unforeseen technical circumstances in our warehouse, the delivery of your order will be postponed by "
+    "approximately two working days. We kindly request your patience and understanding in this matter and "
+    "remain at your disposal for any further questions you may have regarding the delivery.",
 ]
 
 
 def demo(
     engine: EngineOptions,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens in an answer.")] = 48,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens in an answer.")] = 64,
 ) -> None:
     """Generate with graphs, show what ran, and compare every token with the same run without graphs."""
     from gapless.cli.render import make_console, plan_lines, print_report

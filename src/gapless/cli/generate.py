@@ -6,6 +6,7 @@ steps and the plan go to standard error. The exit code says whether every reques
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Annotated
@@ -50,6 +51,9 @@ def generate(
     with open_llm(engine) as llm:
         if chat and not has_chat_template(llm):
             raise ConfigError("--chat: this model has no chat template; use --raw")
+        if llm.tokenizer is None:
+            print("this model has no tokenizer: answers are token ids", file=sys.stderr)
+            params = dataclasses.replace(params, detokenize=False)
         use_chat = has_chat_template(llm) if chat is None else chat
         if chat is None and use_chat:
             print("using the model's chat template (--raw turns it off)", file=sys.stderr)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PHASE_ORDER = ("prefill", "head", "decode", "encoder", "sample", "sample_filtered")
-_UNITS = {"prefill": "tokens", "decode": "requests"}
+_UNITS = {"prefill": "token", "decode": "request"}
 _QUIET_RULES = ("auto", "piecewise")
 """Decisions that only spell out the defaults; shown in full by ``inspect``."""
 _PIPE_COLUMNS = 240
@@ -49,7 +49,7 @@ def step_table(report: dict[str, Any]) -> Table:
         table.add_row(
             step["phase"],
             f"{step['strategy']} graph",
-            f"{step['bucket']} {_UNITS.get(step['phase'], 'rows')}",
+            _bucket_text(step),
             str(step["count"]),
             f"{step['padding'] / slots:.0%}" if slots else "0%",
         )
@@ -96,6 +96,11 @@ def sizes_text(sizes: list[int]) -> str:
     if len(sizes) <= 8:
         return ", ".join(map(str, sizes))
     return f"{len(sizes)} sizes, {sizes[0]} to {sizes[-1]}"
+
+
+def _bucket_text(step: dict[str, Any]) -> str:
+    unit = _UNITS.get(step["phase"], "row")
+    return f"{step['bucket']} {unit}" + ("" if step["bucket"] == 1 else "s")
 
 
 def _phase_text(plan: dict[str, Any], phase: str) -> str:

@@ -70,7 +70,15 @@ def run_prompts(
         prompt = prompts[index]
         text = prompt if isinstance(prompt, str) else None
         for choice in output.outputs:
-            view.update(Answer(index=index, choice=choice.index, prompt=text, output=choice))
+            view.update(
+                Answer(
+                    index=index,
+                    choice=choice.index,
+                    prompt=text,
+                    output=choice,
+                    shows_ids=not params.detokenize,
+                )
+            )
 
     good = [index for index, prompt in enumerate(rendered) if not isinstance(prompt, RequestError)]
     try:

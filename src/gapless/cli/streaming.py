@@ -28,10 +28,16 @@ class Answer:
     choice: int
     prompt: str | None
     output: CompletionOutput
+    shows_ids: bool = False
 
     @property
     def is_finished(self) -> bool:
         return self.output.finish_reason is not None
+
+    @property
+    def shown_text(self) -> str:
+        """What a reader sees: the text, or the token ids of a model without a tokenizer."""
+        return self.output.text or (" ".join(map(str, self.output.token_ids)) if self.shows_ids else "")
 
 
 class AnswerView(Protocol):
@@ -85,7 +91,7 @@ class OrderedView:
         if not self._has_title and len(self._keys) > 1:
             self._out.write(_heading(answer, self._titles, self._num_choices) + "\n")
             self._has_title = True
-        text = answer.output.text
+        text = answer.shown_text
         if answer.output.error is not None:
             text += f"(failed: {answer.output.error})"
         self._out.write(text[self._printed :])
@@ -152,7 +158,7 @@ class LiveView:
             answer = self._latest[key]
             heading = _heading(answer, self._titles, self._num_choices)
             rows.append(Text(heading, style="bold", no_wrap=True, overflow="ellipsis"))
-            body = Text(answer.output.text.strip())
+            body = Text(answer.shown_text.strip())
             if answer.output.error is not None:
                 body.append(f"(failed: {answer.output.error})", style="red")
             elif not answer.is_finished:
