@@ -346,7 +346,7 @@ def test_any_workload_finishes_with_the_right_tokens_in_order_and_without_a_leak
         )
     engine.assert_nothing_leaked()
     steps = [engine.first_token_step[s.arrival] for s in sequences]
-    if budget >= max_num_reqs and num_ahead == 0 and engine.scheduler.num_preemptions == 0:
+    if num_ahead == 0:
         assert steps == sorted(steps), "first come, first served"
 
 
