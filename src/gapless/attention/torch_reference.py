@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,8 @@ _QUERY_TILE = 256
 _KEY_BUCKETS = (64, 128, 256, 512)
 """Padded key lengths of decode rows; beyond the last, its multiples (the CPU kernel's own key block)."""
 _CHUNK_BYTES = 2 << 20
-"""Gathered keys of one decode call. Larger ones leave the caches and the allocator's free lists: measured
-5-10 times slower at 16 requests of 1024 tokens."""
+"""Gathered keys of one decode call. Larger ones fall out of the caches: 8 MiB was up to three times slower at
+16 requests of 500 tokens, 1 MiB (more calls) up to a third slower."""
 _ROW_ALIGN = 4
 """Query rows per key/value head are padded to this. The CPU kernel gives each thread a scratch buffer whose
 alignment depends on the row count, and the matrix library picks its kernel by alignment: with 1 or 3 rows the
@@ -104,33 +105,167 @@ def torch_paged_attention(
     window: int | None,
 ) -> None:
     """Causal attention over the paged cache; the contract is ``AttentionBackend.attend``."""
-    starts = query_start_loc.tolist()
-    lengths = seq_lens.tolist()
-    block_size = k_cache.shape[1]
-    decode: list[tuple[int, int, int]] = []  # (request, query row, keys)
-    for request, num_keys in enumerate(lengths):
-        row, num_queries = starts[request], starts[request + 1] - starts[request]
-        if num_queries == 1:
-            decode.append((request, row, num_keys))
-        elif num_queries > 1:
-            _attend_long_query(
-                query_THD[row : row + num_queries],
-                k_cache,
-                v_cache,
-                out_THD[row : row + num_queries],
-                block_table[request],
-                num_keys,
-                scale,
-                window,
-            )
-    if decode:
-        key_bytes = k_cache.shape[2] * k_cache.shape[3] * 4
-        plan = _plan_decode(
-            tuple(decode), block_table.shape[1], block_size, key_bytes, window, query_THD.device
+    starts, lengths = tuple(query_start_loc.tolist()), tuple(seq_lens.tolist())
+    _, block_size, num_kv_heads, head_size = k_cache.shape
+    step = _plan_step(
+        starts,
+        lengths,
+        table_width=block_table.shape[1],
+        block_size=block_size,
+        key_bytes=num_kv_heads * head_size * 4,
+        window=window,
+        device=query_THD.device,
+    )
+    for chunk in step.decode:
+        _attend_decode(query_THD, k_cache, v_cache, out_THD, block_table, chunk, scale)
+    for request in step.long_requests:
+        rows = slice(starts[request], starts[request + 1])
+        _attend_long_query(
+            query_THD[rows],
+            k_cache,
+            v_cache,
+            out_THD[rows],
+            block_table[request],
+            lengths[request],
+            scale,
+            window,
         )
-        for chunk in plan:
-            _attend_decode(query_THD, k_cache, v_cache, out_THD, block_table, chunk, scale)
-    out_THD[starts[-1] :].zero_()
+    if starts[-1] < out_THD.shape[0]:
+        out_THD[starts[-1] :].zero_()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepPlan:
+    """What the lengths of a step ask for."""
+
+    decode: tuple[_DecodeChunk, ...]
+    long_requests: tuple[int, ...]
+    """Requests with more than one query token."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _DecodeChunk:
+    """Decode rows with the same padded key length L, as index tensors that serve every layer of a step."""
+
+    num_rows: int
+    rows: slice | Tensor
+    """Query rows: a slice where they follow each other, as in pure decode."""
+    table_index: Tensor
+    """The blocks that hold visible keys, as places in the flattened block table. No other is looked at."""
+    block_of_key: Tensor
+    """[R * L], the place of a key's block among those. A key that does not exist is replaced by the row's
+    first one: its weight is zero, and zero times what was really written is zero (not so for NaN)."""
+    offset_of_key: Tensor
+    """[R * L], its offset within the block."""
+    mask_R11L: Tensor
+    slots: tuple[Tensor, Tensor] | None = None
+    """Blocks, and the cache slots of all keys for these blocks: layers of one step share a block table."""
+
+    def find_slots(self, block_table: Tensor, block_size: int) -> Tensor:
+        blocks = block_table.reshape(-1).index_select(0, self.table_index)
+        known = self.slots
+        if known is None or not torch.equal(known[0], blocks):
+            slots = blocks.index_select(0, self.block_of_key) * block_size + self.offset_of_key
+            known = self.slots = (blocks, slots)
+        return known[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _plan_step(
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    *,
+    table_width: int,
+    block_size: int,
+    key_bytes: int,
+    window: int | None,
+    device: torch.device,
+) -> _StepPlan:
+    """A function of the lengths alone, so the layers of one step share the answer."""
+    long_requests = []
+    groups: dict[int, list[tuple[int, int, int, int]]] = {}
+    for request, num_keys in enumerate(lengths):
+        num_queries = starts[request + 1] - starts[request]
+        if num_queries == 1:
+            first_key = _first_key(num_keys - 1, window)
+            entry = (request, starts[request], first_key, num_keys)
+            groups.setdefault(_bucket(num_keys - first_key), []).append(entry)
+        elif num_queries > 1:
+            long_requests.append(request)
+    chunks = []
+    for bucket, entries in groups.items():
+        size = max(1, _CHUNK_BYTES // (bucket * key_bytes))
+        for start in range(0, len(entries), size):
+            part = entries[start : start + size]
+            chunks.append(_plan_chunk(part, bucket, table_width, block_size, device))
+    return _StepPlan(decode=tuple(chunks), long_requests=tuple(long_requests))
+
+
+def _plan_chunk(
+    entries: list[tuple[int, int, int, int]],
+    bucket: int,
+    table_width: int,
+    block_size: int,
+    device: torch.device,
+) -> _DecodeChunk:
+    request_R1, row_R1, first_key_R1, num_keys_R1 = torch.tensor(entries).unsqueeze(1).unbind(-1)
+    position_RL = first_key_R1 + torch.arange(bucket)
+    dead_RL = position_RL >= num_keys_R1
+    position_RL = torch.where(dead_RL, first_key_R1, position_RL)
+    place_RL = request_R1 * table_width + position_RL // block_size
+    table_index, block_of_key = place_RL.flatten().unique(return_inverse=True)
+    first_row, last_row = entries[0][1], entries[-1][1]
+    is_run = last_row - first_row + 1 == len(entries)
+    return _DecodeChunk(
+        num_rows=len(entries),
+        rows=slice(first_row, last_row + 1) if is_run else row_R1.flatten().to(device),
+        table_index=table_index.to(device),
+        block_of_key=block_of_key.to(device),
+        offset_of_key=(position_RL % block_size).flatten().to(device),
+        mask_R11L=torch.zeros(dead_RL.shape).masked_fill_(dead_RL, -math.inf)[:, None, None].to(device),
+    )
+
+
+def _attend_decode(
+    query_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_THD: Tensor,
+    block_table: Tensor,
+    chunk: _DecodeChunk,
+    scale: float,
+) -> None:
+    num_heads = query_THD.shape[1]
+    num_rows, num_kv_heads, head_size = chunk.num_rows, k_cache.shape[2], k_cache.shape[3]
+    group = num_heads // num_kv_heads
+    padded_group = math.ceil(group / _ROW_ALIGN) * _ROW_ALIGN
+    compute = _compute_dtype(query_THD)
+    slots = chunk.find_slots(block_table, k_cache.shape[1])
+
+    def gather(cache_NSKD: Tensor, *, scratch: str) -> Tensor:
+        rows_of_cache = cache_NSKD.view(-1, num_kv_heads * head_size)
+        shape = (slots.shape[0], num_kv_heads * head_size)
+        keys = torch.index_select(rows_of_cache, 0, slots, out=_scratch.view(scratch, shape, cache_NSKD))
+        return keys.to(compute).view(num_rows, -1, num_kv_heads, head_size).transpose(1, 2)
+
+    rows = chunk.rows
+    query_RHD = query_THD[rows] if isinstance(rows, slice) else query_THD.index_select(0, rows)
+    query_RKGD = query_RHD.reshape(num_rows, num_kv_heads, group, head_size).to(compute)
+    if padded_group != group:
+        query_RKGD = pad(query_RKGD, (0, 0, 0, padded_group - group))
+    mask = chunk.mask_R11L.to(compute).expand(-1, -1, padded_group, -1)
+    out_RKGD = scaled_dot_product_attention(
+        query_RKGD,
+        gather(k_cache, scratch="keys"),
+        gather(v_cache, scratch="values"),
+        attn_mask=mask,
+        scale=scale,
+    )[:, :, :group]
+    if isinstance(rows, slice):
+        out_THD[rows].view(out_RKGD.shape).copy_(out_RKGD)
+    else:
+        out_RHD = out_RKGD.reshape(num_rows, num_heads, head_size)
+        out_THD.index_copy_(0, rows, out_RHD.to(out_THD.dtype))
 
 
 def _attend_long_query(
@@ -175,110 +310,23 @@ def _attend_long_query(
         out_QHD[tile:tile_end].copy_(out_1HQD[0].transpose(0, 1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DecodeChunk:
-    """Decode rows with the same padded key length, as index tensors that serve every layer of a step."""
+class _Scratch(threading.local):
+    """One buffer per use and thread, grown as needed. Memory of this size fresh from the C library often comes
+    with page faults, which made steps of 4 requests of 1000 tokens five times slower."""
 
-    num_rows: int
-    rows: slice | Tensor
-    """Query rows: a slice where they follow each other, as in pure decode."""
-    table_index: Tensor
-    """[R * L / S], into the flattened block table. Blocks past a row's end repeat its first one, so that pad
-    entries of the table are never looked at."""
-    dead_index: Tensor
-    """Flat positions in [R, L] that hold no visible key: set to zero, for NaN times a zero weight would be
-    NaN."""
-    mask_R11L: Tensor
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
-
-@functools.lru_cache(maxsize=16)
-def _plan_decode(
-    decode: tuple[tuple[int, int, int], ...],
-    table_width: int,
-    block_size: int,
-    key_bytes: int,
-    window: int | None,
-    device: torch.device,
-) -> tuple[_DecodeChunk, ...]:
-    """A pure function of the lengths: the layers of one step share the answer."""
-    groups: dict[int, list[tuple[int, int, int]]] = {}
-    for entry in decode:
-        num_keys = entry[2]
-        first_block = _first_key(num_keys - 1, window) // block_size
-        groups.setdefault(_bucket(num_keys - first_block * block_size), []).append(entry)
-    chunks = []
-    for bucket, entries in groups.items():
-        num_blocks = math.ceil(bucket / block_size)
-        size = max(1, _CHUNK_BYTES // (num_blocks * block_size * key_bytes))
-        for start in range(0, len(entries), size):
-            part = entries[start : start + size]
-            chunks.append(_make_chunk(part, num_blocks, table_width, block_size, window, device))
-    return tuple(chunks)
+    def view(self, use: str, shape: tuple[int, int], like: Tensor) -> Tensor:
+        size = shape[0] * shape[1]
+        key = (use, like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return buffer[:size].view(shape)
 
 
-def _make_chunk(
-    entries: list[tuple[int, int, int]],
-    num_blocks: int,
-    table_width: int,
-    block_size: int,
-    window: int | None,
-    device: torch.device,
-) -> _DecodeChunk:
-    request_R1, row_R1, num_keys_R1 = torch.tensor(entries).unsqueeze(1).unbind(-1)
-    first_key_R1 = torch.zeros_like(num_keys_R1) if window is None else (num_keys_R1 - window).clamp(min=0)
-    first_block_R1 = first_key_R1 // block_size
-    column = first_block_R1 + torch.arange(num_blocks)
-    column = torch.where(column * block_size < num_keys_R1, column, first_block_R1)
-    position_RL = first_block_R1 * block_size + torch.arange(num_blocks * block_size)
-    dead_RL = (position_RL < first_key_R1) | (position_RL >= num_keys_R1)
-    mask_RL = torch.zeros(dead_RL.shape).masked_fill_(dead_RL, -math.inf)
-    first_row, last_row = entries[0][1], entries[-1][1]
-    is_run = last_row - first_row + 1 == len(entries)
-    return _DecodeChunk(
-        num_rows=len(entries),
-        rows=slice(first_row, last_row + 1) if is_run else row_R1.flatten().to(device),
-        table_index=(request_R1 * table_width + column).flatten().to(device),
-        dead_index=dead_RL.flatten().nonzero().flatten().to(device),
-        mask_R11L=mask_RL[:, None, None].to(device),
-    )
-
-
-def _attend_decode(
-    query_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out_THD: Tensor,
-    block_table: Tensor,
-    chunk: _DecodeChunk,
-    scale: float,
-) -> None:
-    num_heads = query_THD.shape[1]
-    num_rows, num_kv_heads, head_size = chunk.num_rows, k_cache.shape[2], k_cache.shape[3]
-    group = num_heads // num_kv_heads
-    compute = _compute_dtype(query_THD)
-    blocks = block_table.reshape(-1).index_select(0, chunk.table_index)
-
-    def gather(cache_NSKD: Tensor) -> Tensor:
-        rows = cache_NSKD.index_select(0, blocks).view(-1, num_kv_heads, head_size)
-        rows.index_fill_(0, chunk.dead_index, 0)
-        return rows.view(num_rows, -1, num_kv_heads, head_size).transpose(1, 2).to(compute)
-
-    query_RHD = (
-        query_THD[chunk.rows] if isinstance(chunk.rows, slice) else query_THD.index_select(0, chunk.rows)
-    )
-    query_RKGD = query_RHD.reshape(num_rows, num_kv_heads, group, head_size).to(compute)
-    padded_group = math.ceil(group / _ROW_ALIGN) * _ROW_ALIGN
-    if padded_group != group:
-        query_RKGD = pad(query_RKGD, (0, 0, 0, padded_group - group))
-    mask = chunk.mask_R11L.to(compute).expand(-1, -1, padded_group, -1)
-    out_RKGD = scaled_dot_product_attention(
-        query_RKGD, gather(k_cache), gather(v_cache), attn_mask=mask, scale=scale
-    )
-    if isinstance(chunk.rows, slice):
-        out_THD[chunk.rows].view(out_RKGD[:, :, :group].shape).copy_(out_RKGD[:, :, :group])
-    else:
-        out_RHD = out_RKGD[:, :, :group].reshape(num_rows, num_heads, head_size)
-        out_THD.index_copy_(0, chunk.rows, out_RHD.to(out_THD.dtype))
+_scratch = _Scratch()
 
 
 def _first_key(query_position: int, window: int | None) -> int:

@@ -47,9 +47,9 @@ def attend(batch: RaggedBatch, *, window: int | None = None, scale: float = 0.3)
 
 @pytest.fixture(autouse=True)
 def _fresh_plans() -> Iterator[None]:
-    torch_reference._plan_decode.cache_clear()
+    torch_reference._plan_step.cache_clear()
     yield
-    torch_reference._plan_decode.cache_clear()
+    torch_reference._plan_step.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
@@ -147,7 +147,7 @@ def test_rows_split_into_chunks_have_the_same_bits(monkeypatch: pytest.MonkeyPat
     requests = [(n, 1) for n in (5, 60, 33, 100, 7, 200, 63)]
     whole = attend(make_batch(requests))
     monkeypatch.setattr(torch_reference, "_CHUNK_BYTES", 1)
-    torch_reference._plan_decode.cache_clear()
+    torch_reference._plan_step.cache_clear()
     assert torch.equal(attend(make_batch(requests)), whole)
 
 
