@@ -186,8 +186,9 @@ def test_sharded_checkpoint_equals_single_file(case: str, tmp_path: Path) -> Non
     reference.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
     sharded = load_model(str(tmp_path / "sharded"), device=CPU).model
-    for name, target in model.weight_targets().items():
-        assert torch.equal(target.tensor, sharded.weight_targets()[name].tensor), name
+    (tokens,) = random_tokens(18)
+    logits = [PagedForward(m, num_seqs=1, max_len=32).step([tokens])[0] for m in (model, sharded)]
+    assert torch.equal(*logits)
 
 
 def test_rope_table_shorter_than_the_model_gives_the_same_logits(tmp_path: Path) -> None:

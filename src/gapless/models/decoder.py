@@ -20,12 +20,21 @@ from torch import Tensor, nn
 from gapless.attention.base import Attention
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
-from gapless.models.layers import HeadNorm, MergedLinear, Placement, RMSNorm, WeightTarget, linear_weight
+from gapless.models.layers import (
+    HeadNorm,
+    Linear,
+    MergedLinear,
+    Placement,
+    RMSNorm,
+    WeightTarget,
+    empty_parameter,
+)
 from gapless.models.rope import rope_table, rotate
 
 
 class Decoder(nn.Module):
-    """A causal language model with empty parameters; a loader fills ``weight_targets()``.
+    """A causal language model with empty parameters; a loader fills ``weight_targets()``, then calls
+    ``pack()``.
 
     ``max_positions`` is how many positions the rotary table covers; a position beyond it is the caller's
     error.
@@ -49,14 +58,14 @@ class Decoder(nn.Module):
             dtype=dtype,
             eos_token_ids=config.eos_token_ids,
         )
-        self.embedding = linear_weight(config.vocab_size, config.hidden_size, placement=placement)
+        self.embedding = empty_parameter(config.vocab_size, config.hidden_size, placement=placement)
         blocks = [DecoderLayer(config, layer_index=i, placement=placement) for i in range(config.num_layers)]
         self.blocks = cast("Sequence[DecoderLayer]", nn.ModuleList(blocks))
         self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
-        self.lm_head = (
+        self.lm_head = Linear(
             self.embedding
             if config.tie_word_embeddings
-            else linear_weight(config.vocab_size, config.hidden_size, placement=placement)
+            else empty_parameter(config.vocab_size, config.hidden_size, placement=placement)
         )
         self.rope_P2F: Tensor
         table_P2F = rope_table(config.rope, max_positions=max_positions, dtype=dtype, device=device)
@@ -76,7 +85,7 @@ class Decoder(nn.Module):
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""
-        return F.linear(hidden_RE, self.lm_head).float()
+        return self.lm_head(hidden_RE).float()
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Logits of every token; the engine calls the three parts instead."""
@@ -86,6 +95,12 @@ class Decoder(nn.Module):
         """The ``Attention`` modules in layer order."""
         return [block.attention.core for block in self.blocks]
 
+    def pack(self) -> None:
+        """To be called once after loading: matrices take the form in which this device multiplies fastest."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
     def weight_targets(self) -> dict[str, WeightTarget]:
         """Checkpoint tensor name (Hugging Face naming) → where it goes. A tied head has no entry of its
         own."""
@@ -94,8 +109,9 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             targets.update(block.targets(f"model.layers.{index}"))
         targets.update(self.final_norm.targets("model.norm"))
-        if self.lm_head is not self.embedding:
-            targets["lm_head.weight"] = WeightTarget(tensor=self.lm_head, shape=shape)
+        if not self.config.tie_word_embeddings:
+            assert self.lm_head.weight is not None, "the weights are packed already"
+            targets["lm_head.weight"] = WeightTarget(tensor=self.lm_head.weight, shape=shape)
         return targets
 
 

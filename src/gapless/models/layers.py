@@ -2,8 +2,9 @@
 
 Plain torch operations on parameters made at construction: nothing in a forward reads device data on the host
 or rebinds an attribute, so every strategy may capture it. Parameters are allocated empty on their final
-device and in their final dtype; loaders copy into them through ``WeightTarget`` and never replace them, so
-captured addresses stay. ``T`` tokens, ``I`` input features, ``O`` output features, ``H`` heads, ``D`` head
+device and in their final dtype; loaders copy into them through ``WeightTarget`` and never replace them. Where
+matrices are packed, that happens once, between loading and the first step, so captured addresses stay.
+``T`` tokens, ``I`` input features, ``O`` output features, ``H`` heads, ``D`` head
 size.
 """
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless.errors import ModelError
+from gapless.models.packed_linear import PackedWeight, can_pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, *, eps: float, placement: Placement) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _empty_parameter(size, placement=placement)
+        self.weight = empty_parameter(size, placement=placement)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
@@ -74,7 +76,7 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.num_heads, self.head_size = eps, num_heads, head_size
-        self.weight_HD = _empty_parameter(num_heads + num_kv_heads, head_size, placement=placement)
+        self.weight_HD = empty_parameter(num_heads + num_kv_heads, head_size, placement=placement)
 
     def forward(self, heads_THD: Tensor) -> Tensor:
         return F.rms_norm(heads_THD, (self.head_size,), None, self.eps) * self.weight_HD
@@ -85,29 +87,47 @@ class HeadNorm(nn.Module):
         yield f"{prefix}.k_norm.weight", WeightTarget(tensor=self.weight_HD[self.num_heads :], shape=shape)
 
 
-class MergedLinear(nn.Module):
-    """One matrix product for several checkpoint matrices with the same input (q/k/v, gate/up), or for a
-    single one.
+class Linear(nn.Module):
+    """``hidden @ weight.T + bias``, over packed weights where that is faster (see ``packed_linear.py``)."""
 
-    ``parts`` are (name, output features). On a CPU a matrix with more outputs than inputs is stored
-    transposed: the vector products of decoding then run at twice the bandwidth (float32, 576 x 3072, one row:
-    370 against 710 us, and never more than 20% slower up to 64 rows). The parameter's shape is ``[O, I]``
-    either way.
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = weight
+        self.bias = bias
+        self.packed: PackedWeight | None = None
+
+    def forward(self, hidden_TI: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(hidden_TI)
+        assert self.weight is not None
+        return F.linear(hidden_TI, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Once, when the weights have been loaded: change to packed weights where this device has them and
+        let go of the plain ones, whose memory is then free unless another module shares them."""
+        if self.weight is not None and can_pack(self.weight):
+            self.packed = PackedWeight(self.weight, self.bias)
+            self.weight = None
+
+
+class MergedLinear(Linear):
+    """One matrix product for several checkpoint matrices with the same input (q/k/v, gate/up), or for one.
+
+    ``parts`` are (name, output features), in the order in which they lie in the output.
     """
 
     def __init__(
         self, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool, placement: Placement
     ) -> None:
-        super().__init__()
-        self.parts = parts
         out_features = sum(size for _, size in parts)
-        self.weight = linear_weight(out_features, in_features, placement=placement)
-        self.bias = _empty_parameter(out_features, placement=placement) if bias else None
-
-    def forward(self, hidden_TI: Tensor) -> Tensor:
-        return F.linear(hidden_TI, self.weight, self.bias)
+        super().__init__(
+            empty_parameter(out_features, in_features, placement=placement),
+            empty_parameter(out_features, placement=placement) if bias else None,
+        )
+        self.parts = parts
 
     def targets(self, prefix: str) -> Iterator[tuple[str, WeightTarget]]:
+        assert self.weight is not None, "the weights are packed already"
         start = 0
         for name, size in self.parts:
             rows = self.weight[start : start + size]
@@ -118,15 +138,8 @@ class MergedLinear(nn.Module):
             start += size
 
 
-def linear_weight(out_features: int, in_features: int, *, placement: Placement) -> nn.Parameter:
-    """An empty ``[O, I]`` matrix in the memory layout that is fast for its shape and device."""
-    if placement.device.type == "cpu" and out_features > in_features:
-        stored_IO = torch.empty(in_features, out_features, dtype=placement.dtype, device=placement.device)
-        return nn.Parameter(stored_IO.t(), requires_grad=False)
-    return _empty_parameter(out_features, in_features, placement=placement)
-
-
-def _empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
+def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
+    """A parameter with undefined values, which a loader fills."""
     return nn.Parameter(
         torch.empty(shape, dtype=placement.dtype, device=placement.device), requires_grad=False
     )

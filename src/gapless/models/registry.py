@@ -101,6 +101,7 @@ def load_model(
     )
     tokenizer = opened.tokenizer()  # before the weights: a bad one should not cost minutes
     opened.fill(model, progress)
+    model.pack()
     return LoadedModel(
         model=model,
         info=model.info,
