@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,13 +50,14 @@ def demo(
         engine = dataclasses.replace(engine, model="smollm2")
     with open_llm(engine) as llm:
         rendered = render_prompts(llm, PROMPTS, chat=has_chat_template(llm))
+        console.print(headline(llm.report()["startup"]), style="dim")
         llm.reset_report()
         started = time.perf_counter()
         with_graphs = run_prompts(llm, PROMPTS, rendered, params, make_view(titles_of(PROMPTS), params.n))
         seconds = time.perf_counter() - started
         report = llm.report()
         num_tokens = sum(len(choice.token_ids) for output in with_graphs for choice in output.outputs)
-        console.print(f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s\n")
+        console.print(f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s")
         print_report(console, report)
         for line in plan_lines(report["plan"]):
             console.print(line, style="dim")
@@ -76,6 +77,14 @@ def demo(
     console.print(
         f"token ids are identical to padded eager: {num_tokens} tokens of {len(PROMPTS)} prompts",
         style="bold green",
+    )
+
+
+def headline(startup: dict[str, Any]) -> str:
+    """What runs where, in one line."""
+    return (
+        f"{startup['architecture']} in {startup['dtype']} on {startup['device']}, graphs by the "
+        f"{startup['graph_device']} device, attention by {startup['attention_backend']}\n"
     )
 
 

@@ -145,6 +145,10 @@ class _Build:
         _measure_gaps(graphs, dispatcher)
         self.seconds["capture"] = time.perf_counter() - start
         startup = {
+            "architecture": self.info.architecture,
+            "dtype": str(self.info.dtype).removeprefix("torch."),
+            "device": str(self.device.torch_device),
+            "graph_device": self.device.name,
             "attention_backend": self.backend_name,
             "num_blocks": pool.num_blocks,
             "cache_bytes": pool.num_bytes,

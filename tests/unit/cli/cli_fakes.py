@@ -50,6 +50,13 @@ REPORT = {
         {"phase": "head", "strategy": "full", "bucket": 4, "count": 1, "tokens": 3, "padding": 1},
     ],
     "eager": [{"phase": "prefill", "reason": "larger_than_largest_size", "count": 2}],
+    "startup": {
+        "architecture": "FakeForCausalLM",
+        "dtype": "float32",
+        "device": "cpu",
+        "graph_device": "emulated",
+        "attention_backend": "torch_reference",
+    },
     "memory": {"pool_bytes": 3 * 2**20, "driver_bytes": 0, "capture_s": 1.25},
 }
 
