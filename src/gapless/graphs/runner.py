@@ -202,7 +202,7 @@ class GraphRunner:
         with torch.no_grad(), use_forward_context(context):
             results = self._call(views)
         return tuple(
-            _prefix(result, field.shape(num_real))
+            prefix_of(result, field.shape(num_real))
             for result, field in zip(results, self._outputs, strict=True)
         )
 
@@ -246,7 +246,7 @@ class GraphRunner:
                 raise GraphError(
                     f"output {field.name!r} has shape {tuple(result.shape)} where {shape} was declared"
                 )
-            target = _prefix(buffer, shape)
+            target = prefix_of(buffer, shape)
             target.copy_(result)
             stored.append(target)
         return tuple(stored)
@@ -272,7 +272,7 @@ class GraphRunner:
         entry.row.padding += padded - real
 
 
-def _prefix(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def prefix_of(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The corner of ``tensor`` that has ``shape``."""
     for dim, size in enumerate(shape):
         if tensor.shape[dim] != size:

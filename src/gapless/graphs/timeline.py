@@ -1,8 +1,8 @@
 """Timeline: replays and eager steps over time, in a fixed number of bins.
 
 A server runs for weeks, so neither the steps nor the bins may grow without bound: when time runs past the
-last bin, neighbours are added together and every bin gets twice as wide. Invariant: the sums over all bins are
-the numbers counted since ``clear``. Used by ``report.py``.
+last bin, neighbours are added together and every bin gets twice as wide. Invariant: the sums over all bins
+are the numbers counted since ``clear``. Used by ``report.py``.
 """
 
 from __future__ import annotations
