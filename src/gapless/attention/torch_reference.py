@@ -311,8 +311,8 @@ def _attend_long_query(
 
 
 class _Scratch(threading.local):
-    """One buffer per use and thread, grown as needed. Memory of this size fresh from the C library often comes
-    with page faults, which made steps of 4 requests of 1000 tokens five times slower."""
+    """One buffer per use and thread, grown as needed. Memory of this size fresh from the C library often
+    comes with page faults, which made steps of 4 requests of 1000 tokens five times slower."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}

@@ -180,7 +180,9 @@ def _choose_tile(*, group: int, head_size: int, itemsize: int, max_query_len: in
         block_q=rows // group_pad,
         block_n=block_n,
         num_warps=8 if rows >= 128 and head_bytes >= 256 else 4,
-        num_stages=3 if rows <= 32 else 2,
+        # Two stages of the pipeline go to the block table, which tells where the keys are; so five keep two
+        # tiles of keys and values in flight, three keep one.
+        num_stages=5 if rows <= 32 else 3,
     )
 
 

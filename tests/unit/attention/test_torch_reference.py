@@ -217,6 +217,23 @@ def test_lengths_and_tables_are_read_at_the_call_not_remembered() -> None:
     assert torch.equal(out, expected)
 
 
+def test_a_moved_block_table_under_the_same_lengths_is_noticed() -> None:
+    """Layers of a step share what the table says; the next may have the same lengths and other blocks."""
+    batch = make_batch([(20, 1), (33, 1)])
+    expected = attend(batch)
+    order = torch.randperm(batch.k_cache.shape[0], generator=torch.Generator().manual_seed(0))
+    place = order.argsort().to(torch.int32)
+    batch.k_cache.copy_(batch.k_cache[order])
+    batch.v_cache.copy_(batch.v_cache[order])
+    batch.metadata.block_table.copy_(place[batch.metadata.block_table.long()])
+    assert not torch.equal(place, torch.arange(len(place)))
+    out = torch.empty_like(batch.out)
+    TorchReferenceBackend().attend(
+        batch.query, batch.k_cache, batch.v_cache, out, batch.metadata, scale=0.3, window=None
+    )
+    assert torch.equal(out, expected)
+
+
 def test_a_non_finite_request_does_not_touch_its_neighbours() -> None:
     requests = [(20, 1), (20, 1), (3, 5)]
     clean, sick = make_batch(requests), make_batch(requests)

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,6 +231,21 @@ def test_an_empty_step_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     launches = Launches(monkeypatch)
     run_backend(TritonPagedBackend(), make_batch([(0, 0)]), scale=0.3, window=None)
     assert launches.seen == []
+
+
+def test_the_kernels_compile_for_a_hopper_gpu_and_fit_its_shared_memory(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        capture_output=True,
+        text=True,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    shared = [int(line) for line in result.stdout.split()]
+    assert len(shared) == 9
+    assert max(shared) <= 227 * 1024
 
 
 # What is refused
