@@ -46,3 +46,7 @@ class StaleAddressError(GraphError):
 
 class CaptureClosedError(GraphError):
     """A capture was asked for after the store had been sealed."""
+
+
+class CompileError(GraphError):
+    """A forward could not be traced, split or compiled; the message says what to do."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -34,10 +35,13 @@ def eager_break(fn: Callable[P, R]) -> Callable[P, R]:
     ``fn`` may return tensors, ``None``, or tuples, lists and dicts of them, with one shape per captured size;
     during a breakable capture the caller gets slots that hold copies. Tensors that ``fn`` writes into need no
     copy. A break called from another break's body runs inline. Full captures record ``fn`` like other code.
+    Reached while ``torch.compile`` traces, it raises ``GraphError``: only a registered op can be a split.
     """
 
     @functools.wraps(fn)
     def call_or_break(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            raise GraphError("an eager_break function was reached while tracing: make it a split op")
         recorder = _active.recorder
         if recorder is None:
             return fn(*args, **kwargs)
@@ -60,6 +64,14 @@ class ProgramRecorder:
     def segment_index(self) -> int:
         """Index of the segment being recorded (empty segments count)."""
         return self._num_ended
+
+    @property
+    def num_breaks(self) -> int:
+        return self._program.num_breaks
+
+    def add_check(self, check: Callable[[], None]) -> None:
+        """``check`` is called before the first replay of the program."""
+        self._program.add_check(check)
 
     def begin(self) -> None:
         self._device.begin_segment(self._pool)
@@ -152,6 +164,11 @@ class _KeptArguments:
     def substitute(self, result: Any) -> Any:
         """``result`` as a replay would return it: with the kept form of the body's own arguments."""
         return pytree.tree_map_only(Tensor, lambda leaf: self._by_id.get(id(leaf), leaf), result)
+
+
+def active_recorder() -> ProgramRecorder | None:
+    """The recorder that breaks of this thread go to."""
+    return _active.recorder
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from gapless.errors import CaptureError, ConfigError
 from gapless.graphs.breakable import ProgramRecorder, activate
 from gapless.graphs.device.base import GraphDevice, Pool
 from gapless.graphs.device.recorder import is_internal_file, user_source_line
-from gapless.graphs.modes import Strategy
+from gapless.graphs.modes import RuntimeMode, Strategy
 from gapless.graphs.program import Program
 
 T = TypeVar("T")
@@ -36,15 +36,15 @@ def capture_program(
     pool).
 
     ``fn`` must read its inputs from static tensors and have been warmed up. Outputs hold undefined values
-    until the first replay. Raises ``ConfigError`` for a strategy that is not captured this way,
-    ``CaptureError`` when anything fails; then nothing of the attempt is left and later captures work.
+    until the first replay. Breakable and piecewise captures break where a break is reached: in the first
+    those are calls of the model, in the second split parts of its compiled forward. Raises ``ConfigError``
+    for strategy ``disabled``, ``CaptureError`` when anything fails; then nothing of the attempt is left and
+    later captures work.
     """
-    if strategy is Strategy.TC_PIECEWISE:
-        raise ConfigError("tc_piecewise is not available yet; use breakable, full or disabled")
     if strategy is Strategy.DISABLED:
         raise ConfigError("strategy disabled runs eagerly: there is nothing to capture")
     recorder = ProgramRecorder(device, pool)
-    breaks_go_to = recorder if strategy is Strategy.BREAKABLE else None
+    breaks_go_to = recorder if strategy.runtime_mode is RuntimeMode.PIECEWISE else None
     with capture_pass(device), torch.no_grad():
         random_state = torch.get_rng_state()  # segments replay during a breakable capture and may draw
         try:

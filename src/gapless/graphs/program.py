@@ -58,6 +58,7 @@ class Program:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
+        self._checks: list[Callable[[], None]] = []
         self._is_reset = False
 
     @property
@@ -92,17 +93,26 @@ class Program:
     def add_eager(self, step: EagerStep) -> None:
         self._steps.append(step)
 
+    def add_check(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before the first replay. If it raises, nothing is replayed, now or later."""
+        self._checks.append(check)
+
     def replay(self) -> None:
         """Run everything once on the current contents of the static inputs."""
         if self._is_reset:
             raise GraphError("this program was reset: its graphs are gone; capture it again")
         with torch.no_grad():
+            if self._checks:
+                for check in self._checks:
+                    check()
+                self._checks.clear()
             for step in self._steps:
                 step.run()
 
     def reset(self) -> None:
         """Drop the recordings and every reference to captured arguments. Safe to call twice."""
         self._is_reset = True
+        self._checks.clear()
         _reset_all(step.segment for step in self._steps if isinstance(step, GraphStep))
         self._steps.clear()
 

@@ -27,7 +27,14 @@ from gapless.errors import CaptureError
 from gapless.graphs.device.arena import Arena, alias_address, poison_
 from gapless.graphs.device.op_binding import Call, bind_functional, bind_mutation
 from gapless.graphs.device.op_rules import OpKind, host_read_functions, one_hot, op_kind, reads_host_data
-from gapless.graphs.device.shapes import ResultSpec, ShapeInference, TensorSpec, leaves_of, map_tensors
+from gapless.graphs.device.shapes import (
+    ResultSpec,
+    ShapeInference,
+    TensorSpec,
+    leaves_of,
+    map_tensors,
+    nest_like,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,33 +92,33 @@ class Recording:
             self.error = CaptureError(f"{name} at {user_source_line()} cannot be captured: {error}")
             raise self.error from error
         blocks: dict[int, Tensor] = {}
-        targets: list[Tensor | None] = []
-
-        def place(spec: Any) -> Any:
-            if not isinstance(spec, ResultSpec):
-                if isinstance(spec, tuple | list):
-                    return type(spec)([place(item) for item in spec])
-                targets.append(None)
-                return spec
-            if spec.argument is not None:
-                targets.append(None)
-                base = args[spec.argument].view(spec.dtype)
-                return base.as_strided(spec.size, spec.stride, base.storage_offset() + spec.offset)
-            block = blocks.get(spec.storage)
-            if block is None:
-                block = self._arena.empty_strided((spec.num_bytes,), (1,), torch.uint8)
-                blocks[spec.storage] = block.fill_(0xFF)  # NaN in every float type
-            result = block.view(spec.dtype).as_strided(spec.size, spec.stride, spec.offset)
-            targets.append(self.alias(result, name, "output"))
-            return result
-
-        results = place(specs)
+        leaves = [self._place(spec, args, blocks) for spec in leaves_of(specs)]
+        # What is a view of an argument is written where the argument lies; numbers are frozen.
+        targets = tuple(
+            self.alias(leaf, name, "output")
+            if isinstance(spec, ResultSpec) and spec.argument is None
+            else None
+            for spec, leaf in zip(leaves_of(specs), leaves, strict=True)
+        )
         aliased = tuple(
             self.alias(arg, name, str(i)) if isinstance(arg, Tensor) else arg for i, arg in enumerate(args)
         )
-        self.calls.append(functools.partial(_call_and_copy, fn, aliased, tuple(targets)))
+        self.calls.append(functools.partial(_call_and_copy, fn, aliased, targets))
         self.op_names.append(name)
-        return results
+        return nest_like(specs, leaves)
+
+    def _place(self, spec: Any, args: tuple[Any, ...], blocks: dict[int, Tensor]) -> Any:
+        """The tensor that ``spec`` describes: a view of an argument, or of a block of its storage."""
+        if not isinstance(spec, ResultSpec):
+            return spec
+        if spec.argument is not None:
+            base = args[spec.argument].view(spec.dtype)
+            return base.as_strided(spec.size, spec.stride, base.storage_offset() + spec.offset)
+        block = blocks.get(spec.storage)
+        if block is None:
+            block = blocks[spec.storage] = self._arena.empty_strided((spec.num_bytes,), (1,), torch.uint8)
+            block.fill_(0xFF)  # NaN in every float type
+        return block.view(spec.dtype).as_strided(spec.size, spec.stride, spec.offset)
 
     def refuse(self, name: str, reason: str) -> None:
         """Raise; the segment stays invalid even if the user's code swallows the error, as on CUDA."""

@@ -117,10 +117,17 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What nested tuples and lists hold, in order."""
-    if isinstance(value, tuple | list):
+    """What nested tuples and lists hold, in order; a spec is one leaf."""
+    if isinstance(value, tuple | list) and not isinstance(value, ResultSpec):
         return [leaf for item in value for leaf in leaves_of(item)]
     return [value]
+
+
+def nest_like(value: Any, leaves: list[Any]) -> Any:
+    """``leaves`` nested as ``value`` is. Takes them out of the list."""
+    if isinstance(value, tuple | list) and not isinstance(value, ResultSpec):
+        return type(value)([nest_like(item, leaves) for item in value])
+    return leaves.pop(0)
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

@@ -1,0 +1,266 @@
+"""The trampoline: a forward with a compiled path, taken only inside a piecewise context.
+
+``PiecewiseForward`` stands in for a forward, once and for good. Outside a piecewise context (``use_compiled``
+of the forward context) it runs the plain forward. The first call inside warms up the plain forward (kernels
+that compile themselves do so now), then traces and compiles it for every number of tokens. While a
+piecewise capture records, every op between two split ops goes into a graph; the program replays without this
+object, except that the first replay asks it whether all addresses are still those of the capture. Invariants:
+one trace per forward (others are counted), and none while a capture is open. Read ``backend.py`` for what
+happens to the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gapless.errors import CompileError, GaplessError, GraphError
+from gapless.graphs.breakable import active_recorder
+from gapless.graphs.context import in_piecewise_context
+from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.piecewise.backend import CompileStats, PiecewiseBackend, PiecewiseConfig
+from gapless.graphs.piecewise.piece import AddressCheck
+
+MIN_TRACE_ROWS = 2
+"""A trace with one row would hold for one row only: PyTorch takes sizes 0 and 1 for constants."""
+
+
+class PiecewiseForward:
+    """``fn`` with a compiled path.
+
+    ``dynamic_dims`` names the dimension of each argument that holds tokens, by parameter name; arguments not
+    named have ``default_dim`` (None: no dynamic dimension). Everything else about the arguments is fixed by
+    the first call in a piecewise context.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        config: PiecewiseConfig,
+        device: GraphDevice,
+        dynamic_dims: Mapping[str, int | None] | None = None,
+        default_dim: int | None = 0,
+    ) -> None:
+        self.config = config
+        self._plain, self._device = fn, device
+        self._signature = inspect.signature(fn)
+        self._dynamic_dims, self._default_dim = dict(dynamic_dims or {}), default_dim
+        self._backend = PiecewiseBackend(config, device)
+        self._compiled: Callable[..., Any] | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    def stats(self) -> CompileStats:
+        return self._backend.stats
+
+    @property
+    def backend(self) -> PiecewiseBackend:
+        return self._backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Plain or compiled, as the forward context says. Raises ``CompileError`` when tracing fails, and
+        ``GraphError`` when it would have to happen while a capture is open."""
+        if not in_piecewise_context():
+            return self._plain(*args, **kwargs)
+        if self._compiled is None:
+            return self._trace(args, kwargs)
+        recorder = active_recorder()
+        if recorder is not None and self._device.is_recording():
+            recorder.add_check(functools.partial(self._verify, self._expect_check(args, kwargs)))
+        with self._device.pause_recording():
+            return self._compiled(*args, **kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._device.is_recording():
+            raise GraphError(
+                "a forward must be traced before it is captured: call it once in a piecewise context with "
+                "mode NONE, outside the capture"
+            )
+        args, kwargs = self._mark_dynamic(args, kwargs)
+        with torch.no_grad():
+            self._plain(*args, **kwargs)
+            compiled = torch.compile(_private_copy(self._plain), backend=self._backend, fullgraph=True)
+            start = time.perf_counter()
+            try:
+                with _size_oblivious():
+                    result = compiled(*args, **kwargs)
+            except Exception as error:
+                own = _own_error(error)
+                if own is not None:
+                    raise own from own.__cause__
+                raise CompileError(_explain(error, self.config.off_switch)) from error
+        self._compiled = compiled
+        self.stats.trace_s = time.perf_counter() - start - self.stats.compile_s
+        return result
+
+    def _mark_dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments as other tensor objects with their token dimension marked: marks stay on an
+        object."""
+        bound = self._signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {key: self._mark(key, item) for key, item in value.items()}
+            else:
+                bound.arguments[name] = self._mark(name, value)
+        return bound.args, bound.kwargs
+
+    def _mark(self, name: str, value: Any) -> Any:
+        dim = self._dynamic_dims.get(name, self._default_dim)
+
+        def mark(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            if dim is None or dim >= tensor.dim():
+                return tensor
+            if tensor.shape[dim] < MIN_TRACE_ROWS:
+                raise GraphError(
+                    f"argument {name!r} has {tensor.shape[dim]} rows in the call that is traced; make the "
+                    f"first call in a piecewise context with at least {MIN_TRACE_ROWS}"
+                )
+            torch._dynamo.mark_dynamic(tensor, dim)
+            return tensor
+
+        return pytree.tree_map_only(Tensor, mark, value)
+
+    def _expect_check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AddressCheck:
+        # Aliases: an owner of pool memory would keep later sizes from reusing it.
+        args, kwargs = pytree.tree_map_only(Tensor, self._device.alias, (args, kwargs))
+        check = AddressCheck(args=args, kwargs=kwargs)
+        self._arm(check)
+        return check
+
+    def _arm(self, check: AddressCheck | None) -> None:
+        for stitched in self._backend.stitched:
+            stitched.check = check
+
+    def _verify(self, check: AddressCheck) -> None:
+        """Raise ``StaleAddressError`` if the forward would be called with other memory than at capture.
+
+        Nothing is computed: the compiled code collects its inputs, which are compared, and returns.
+        """
+        assert self._compiled is not None
+        if not check.is_complete:
+            raise GraphError("a captured call of a compiled forward left no addresses to check")
+        self._arm(check)
+        traces = self.stats.num_traces
+        try:
+            self._compiled(*check.args, **check.kwargs)
+        finally:
+            self._arm(None)
+        if self.stats.num_traces != traces:
+            raise GraphError(
+                "the forward had to be traced again for the first replay: something that the graphs depend "
+                "on changed after the capture; capture again"
+            )
+
+
+def install(
+    module: nn.Module,
+    *,
+    config: PiecewiseConfig,
+    device: GraphDevice,
+    dynamic_dims: Mapping[str, int | None] | None = None,
+    default_dim: int | None = 0,
+) -> PiecewiseForward:
+    """Swap ``module.forward`` for a trampoline, once. Raises ``GraphError`` if it has one already."""
+    if isinstance(module.forward, PiecewiseForward):
+        raise GraphError(f"{type(module).__name__} has a piecewise forward already; uninstall it first")
+    forward = PiecewiseForward(
+        module.forward, config=config, device=device, dynamic_dims=dynamic_dims, default_dim=default_dim
+    )
+    module.forward = forward
+    return forward
+
+
+def uninstall(module: nn.Module) -> None:
+    """Give ``module`` its own forward back."""
+    if not isinstance(module.forward, PiecewiseForward):
+        raise GraphError(f"{type(module).__name__} has no piecewise forward")
+    del module.forward
+
+
+def _private_copy(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own.
+
+    Compiled code is cached per code object, for the whole process and up to a limit: two models of one class
+    would count against each other.
+    """
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(_private_copy(fn.__func__), fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    copy = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+@contextmanager
+def _size_oblivious() -> Iterator[None]:
+    """Trace so that the code holds for 0 and 1 rows too, without a trace of their own."""
+    from torch.fx.experimental import _config as config
+
+    with config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
+def _own_error(error: Exception) -> GaplessError | None:
+    """One of ours, raised by the backend and wrapped on its way out."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, GaplessError):
+        inner = getattr(inner, "inner_exception", None) or inner.__cause__
+    return inner
+
+
+def _explain(error: Exception, off_switch: str) -> str:
+    """The one message of a failed start."""
+    text = str(error).strip()
+    first_line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    where, code = _user_line(error, text)
+    return (
+        f"tc_piecewise could not trace the model: {type(error).__name__}: {first_line}\n"
+        f"  op: {_failing_op(text) or code or 'unknown'}\n"
+        f"  at: {where}\n"
+        "  tc_piecewise is experimental. Kernels that compile or load themselves when they are called, and "
+        "control flow that\n  depends on data, cannot be traced: register such a kernel with "
+        "register_custom_op.\n"
+        f"  To go on without it, start with {off_switch}\n"
+        "  A report should contain: this message with its traceback, the model and its quantisation, the "
+        "launch command\n  with all options, the GPU and its driver (`gapless env` prints them)."
+    )
+
+
+def _failing_op(text: str) -> str | None:
+    found = re.search(r"call_(?:function|method) (.+?)\(\*?\(|target: (\S+)", text)
+    return (found.group(1) or found.group(2)) if found else None
+
+
+def _user_line(error: Exception, text: str) -> tuple[str, str | None]:
+    """File and line of the user's code that was being traced, and the code there."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        frame = stack[-1]
+        return f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
+    if found:
+        file, line, name, code = found[-1]
+        return f"{file}:{line} in {name}", code.strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        (f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}", None) if frames else ("?", None)
+    )
