@@ -21,8 +21,7 @@ RawConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """All that decides the function a decoder computes. ``windows`` holds one sliding window (or None) per
-    layer."""
+    """All that decides the function a decoder computes. ``windows``: a sliding window or None per layer."""
 
     architecture: str
     model_type: str
@@ -49,15 +48,13 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Family:
-    """What a model type reads beyond the common keys, and Transformers' defaults for keys that may be
-    missing."""
+    """What a model type reads beyond the common keys, and Transformers' defaults for missing ones."""
 
     architecture: str
     defaults: Mapping[str, Any]
     reads: frozenset[str]
     fixed_qkv_bias: bool | None = None
-    """The q/k/v bias where the family fixes it; None: the key ``attention_bias`` decides for q, k, v and
-    o."""
+    """The q/k/v bias where the family fixes it; None: ``attention_bias`` decides for q, k, v and o."""
     qk_norm: bool = False
 
 

@@ -102,8 +102,7 @@ class Decoder(nn.Module):
                 module.pack()
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        """Checkpoint tensor name (Hugging Face naming) → where it goes. A tied head has no entry of its
-        own."""
+        """Checkpoint tensor name (as Hugging Face has it) → where it goes. A tied head has no entry."""
         shape = tuple(self.embedding.shape)
         targets = {"model.embed_tokens.weight": WeightTarget(tensor=self.embedding, shape=shape)}
         for index, block in enumerate(self.blocks):
@@ -139,8 +138,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderAttention(nn.Module):
-    """Merged q/k/v projection, optional head norms, rotation of q and k in one pass, paged attention,
-    output."""
+    """Merged q/k/v projection, head norms if any, rotation of q and k in one pass, attention, output."""
 
     def __init__(self, config: DecoderConfig, *, layer_index: int, placement: Placement) -> None:
         super().__init__()

@@ -101,8 +101,7 @@ def gguf_decoder_config(file: GGUFFile) -> DecoderConfig:
 
 
 def load_gguf(model: Decoder, file: GGUFFile, *, progress: Progress | None = None) -> None:
-    """Fill ``model`` from ``file``. Raises ``ModelError`` for missing, surplus, truncated or wrongly
-    shaped tensors."""
+    """Fill ``model`` from ``file``. Raises ``ModelError`` naming a missing, surplus or damaged tensor."""
     missing = model.weight_targets()
     is_interleaved = file.metadata.get("general.architecture") == "llama"
     for done, tensor in enumerate(file.tensors.values(), start=1):

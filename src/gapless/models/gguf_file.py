@@ -90,8 +90,7 @@ class GGUFFile:
         return cls(path=path, metadata=metadata, tensors=placed, _bytes=np.frombuffer(mapped, dtype=np.uint8))
 
     def data(self, tensor: GGUFTensor, num_bytes: int) -> np.ndarray:
-        """The tensor's ``num_bytes`` raw bytes, without copying. Raises ``ModelError`` past the end of the
-        file."""
+        """The tensor's raw bytes, not copied. Raises ``ModelError`` where the file is too short."""
         end = tensor.offset + num_bytes
         if end > self._bytes.size:
             raise ModelError(

@@ -37,8 +37,7 @@ class WeightTarget:
     shape: tuple[int, ...]
 
     def load(self, name: str, value: Tensor, *, source: str) -> None:
-        """Copy ``value`` in, converting dtype and device. Raises ``ModelError`` naming ``source`` and
-        tensor."""
+        """Copy ``value`` in, converting dtype and device. Raises ``ModelError`` naming source and tensor."""
         if tuple(value.shape) != self.shape:
             raise ModelError(
                 f"{source}: tensor '{name}' has shape {tuple(value.shape)}, the config asks for {self.shape}"
@@ -68,8 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Qwen3's norm of each query and key head, both in one pass: one row of weights per head of the merged
-    tensor."""
+    """Qwen3's norm of each query and key head, both in one pass: a row of weights for every head."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float, placement: Placement

@@ -80,8 +80,7 @@ def _reorder(weight: Tensor) -> Any:
 
 @functools.cache
 def _reorder_call() -> Callable[[Tensor], Any] | None:
-    """The form of oneDNN's packing call that this PyTorch takes, tried out on a small product; None if
-    none."""
+    """The form of oneDNN's packing call that this PyTorch takes, tried out on a small product, or None."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None
     weight, hidden = torch.eye(24, 16) + 0.5, torch.arange(80.0).view(5, 16)

@@ -24,7 +24,8 @@ from gapless.models.decoder import Decoder
 from gapless.models.dummy import fill_dummy_weights
 from gapless.models.gguf import gguf_decoder_config, load_gguf
 from gapless.models.gguf_file import GGUFFile
-from gapless.models.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
+from gapless.models.gguf_tokenizer import gguf_tokenizer
+from gapless.models.tokenizer import Tokenizer, load_tokenizer
 from gapless.models.weights import Progress, load_safetensors
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]

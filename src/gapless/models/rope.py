@@ -139,8 +139,7 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
 
 
 def rope_table(config: RopeConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[P, 2, F]``: cosines (0) and sines (1) of every position, computed in float32 and stored as
-    ``dtype``."""
+    """``[P, 2, F]``: cosines (0) and sines (1) of each position, computed in float32, stored as ``dtype``."""
     positions_P = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles_PF = torch.outer(positions_P, inverse_frequencies(config).to(device))
     table_P2F = torch.stack((angles_PF.cos(), angles_PF.sin()), dim=1) * config.attention_factor

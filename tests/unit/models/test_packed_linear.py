@@ -74,6 +74,24 @@ def test_recording_sees_one_operation_with_the_right_shape() -> None:
     assert (tuple(fake.shape), fake.dtype) == ((3, 12), torch.float32)
 
 
+def test_compiler_takes_it_as_one_operation_for_any_row_count() -> None:
+    layer = Linear(nn.Parameter(torch.randn(12, 8), requires_grad=False))
+    layer.pack()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend=keep, dynamic=True, fullgraph=True)
+        for rows in (6, 9, 2):
+            hidden = torch.randn(rows, 8)
+            assert torch.equal(compiled(hidden), layer(hidden))
+    calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert (len(graphs), calls) == (1, [packed_linear])
+
+
 def test_table_entry_lives_as_long_as_the_weight() -> None:
     gc.collect()
     before = len(module._table)

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.ggml import convert_gguf_tokenizer
 
 from gapless.errors import ModelError, RequestError
-from gapless.models.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
+from gapless.models.gguf_tokenizer import gguf_tokenizer
+from gapless.models.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -129,6 +130,25 @@ def test_without_a_template_a_chat_is_a_request_error(loaded: Tokenizer) -> None
     bare = Tokenizer(loaded._backend, special_tokens={}, chat_template=None)
     with pytest.raises(RequestError, match="no chat template"):
         bare.apply_chat_template(CHAT)
+
+
+def test_lengths_saved_with_a_tokenizer_are_ignored(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode(TEXTS[1] * 9)) == TEXTS[1] * 9
+    assert len(tokenizer.encode("a")) == 2
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", None, 3, b"bytes"])
+def test_what_is_not_text_is_a_request_error(text: object, loaded: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="not valid Unicode text"):
+        loaded.encode(text)
 
 
 def test_folder_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
