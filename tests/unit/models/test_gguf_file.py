@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 from pathlib import Path
 
 import gguf
@@ -197,3 +198,10 @@ def _read_all(path: Path) -> None:
     file = GGUFFile.open(path)
     for tensor in file.tensors.values():
         assert read_tensor(file, tensor).shape == tensor.shape
+
+
+def test_missing_gguf_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = GGUFFile.open(_written(tmp_path / "x.gguf"))
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(ModelError, match="pip install gguf"):
+        read_tensor(file, file.tensors["matrix"])
