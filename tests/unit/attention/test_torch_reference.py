@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gapless.attention import torch_reference
+from gapless.attention import reference_plan, torch_reference
 from gapless.attention.base import Attention
 from gapless.attention.torch_reference import (
     TorchReferenceBackend,
@@ -47,9 +47,9 @@ def attend(batch: RaggedBatch, *, window: int | None = None, scale: float = 0.3)
 
 @pytest.fixture(autouse=True)
 def _fresh_plans() -> Iterator[None]:
-    torch_reference._plan_step.cache_clear()
+    reference_plan.plan_step.cache_clear()
     yield
-    torch_reference._plan_step.cache_clear()
+    reference_plan.plan_step.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
@@ -146,8 +146,8 @@ def test_a_query_longer_than_a_tile_is_exact(monkeypatch: pytest.MonkeyPatch, wi
 def test_rows_split_into_chunks_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [(n, 1) for n in (5, 60, 33, 100, 7, 200, 63)]
     whole = attend(make_batch(requests))
-    monkeypatch.setattr(torch_reference, "_CHUNK_BYTES", 1)
-    torch_reference._plan_step.cache_clear()
+    monkeypatch.setattr(reference_plan, "_CHUNK_BYTES", 1)
+    reference_plan.plan_step.cache_clear()
     assert torch.equal(attend(make_batch(requests)), whole)
 
 
