@@ -4,7 +4,8 @@ A backend writes new keys and values into the paged cache and computes attention
 when it reads every length and block table from device memory at the time it runs; ``support`` declares for
 which batches.
 ``Attention.forward`` is the one place where a model meets a backend, and the one break point of a breakable
-capture.
+capture. While ``torch.compile`` traces it is the operator ``ATTENTION_OP``, the default split op of piecewise
+graphs.
 
 Shapes: T tokens of the step (padded), B requests (padded), H query heads, K key/value heads, D head size,
 N cache blocks, S slots per block, M block-table columns.
@@ -12,6 +13,8 @@ N cache blocks, S slots per block, M block-table columns.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +25,13 @@ from gapless.errors import GraphError
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.modes import AttentionSupport, GraphMode
+from gapless.graphs.ops import register_custom_op
 
 SINK_BLOCK = 0
 """Block 0 belongs to nobody: pad tokens write there, and the allocator never hands it out."""
+
+ATTENTION_OP = "gapless::attention_layer"
+"""The whole attention of one layer, cache included, as one opaque operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +102,9 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.window, self.layer_index = scale, window, layer_index
+        self.layer_name = f"attention.{layer_index}#{next(_serials)}"
+        """Unique in the process: how traced code finds this layer again."""
+        _layers[self.layer_name] = self
         self.backend: AttentionBackend | None = None
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
@@ -106,8 +116,29 @@ class Attention(nn.Module):
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
         """``[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]``; reads the live batch from the forward context."""
         out_THD = torch.empty_like(query_THD)
-        _attend(self, query_THD, key_TKD, value_TKD, out_THD)
+        if torch.compiler.is_compiling():
+            attention_layer(query_THD, key_TKD, value_TKD, out_THD, self.layer_name)
+        else:
+            _attend(self, query_THD, key_TKD, value_TKD, out_THD)
         return out_THD
+
+
+_layers: weakref.WeakValueDictionary[str, Attention] = weakref.WeakValueDictionary()
+_serials = itertools.count()
+
+
+@register_custom_op(mutates_args=["out_THD"])
+def attention_layer(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, out_THD: Tensor, layer_name: str
+) -> None:
+    """``Attention.forward`` of the layer called ``layer_name``, into ``out_THD``. It also writes the layer's
+    cache, which the schema cannot say and no traced code looks at."""
+    layer = _layers.get(layer_name)
+    if layer is None:
+        raise GraphError(
+            f"attention layer {layer_name!r} no longer exists: the model it was traced in is gone"
+        )
+    _attend(layer, query_THD, key_TKD, value_TKD, out_THD)
 
 
 @eager_break

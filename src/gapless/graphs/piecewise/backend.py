@@ -129,10 +129,12 @@ class PiecewiseBackend:
         for part in split.parts:
             if part.kind is PartKind.SPLIT:
                 replace_child(split.stitching, part.name, SplitPart(part.name, part.graph, part.ops))
-            elif part.kind is PartKind.PIECE:
-                piece = Piece(part.name, self._compiler.compile(part.graph), self._device)
-                self.pieces.append(piece)
-                replace_child(split.stitching, part.name, piece)
+        pieces = [part for part in split.parts if part.kind is PartKind.PIECE]
+        compiled = self._compiler.compile_all([part.graph for part in pieces])
+        for part, (code, numbers) in zip(pieces, compiled, strict=True):
+            piece = Piece(part.name, code, self._device, numbers=numbers)
+            self.pieces.append(piece)
+            replace_child(split.stitching, part.name, piece)
         kinds = [part.kind for part in split.parts]
         self.stats.num_pieces = kinds.count(PartKind.PIECE)
         self.stats.num_trivial = kinds.count(PartKind.TRIVIAL)

@@ -3,14 +3,15 @@
 The layers of a model give the same piece over and over, with other parameters. Parameters are inputs of a
 piece, so the compiled code of the first serves all: a model compiles as many pieces as it has kinds of
 layers, plus the first and the last. Two pieces are identical when their ops, constants, symbolic shapes,
-strides, dtypes and the aliasing among their inputs are. Invariant: compiled code is for every number of
+strides, dtypes and the aliasing among their inputs are; integers given to custom ops (a handle of a layer's
+weights) may differ and become inputs too. Invariant: compiled code is for every number of
 tokens, from zero on. Read ``piece.py`` for how it is captured.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,31 +39,35 @@ class PieceCompiler:
     def __init__(self, compiler: TcCompiler) -> None:
         self.compiler = compiler
         self.compile_s = 0.0
-        self._compiled: dict[Any, CompiledPiece] = {}
+        self.num_compiled = 0
 
-    @property
-    def num_compiled(self) -> int:
-        """Distinct pieces so far."""
-        return len(self._compiled)
+    def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[tuple[CompiledPiece, tuple[int, ...]]]:
+        """For each graph its code and the numbers to call it with after its own arguments.
 
-    def compile(self, graph: fx.GraphModule) -> CompiledPiece:
-        """The code for ``graph``. Must run inside a ``torch.compile`` backend, whose fake tensors it uses."""
-        key = fingerprint(graph)
-        found = self._compiled.get(key)
-        if found is None:
-            start = time.perf_counter()
-            if self.compiler == "inductor":
-                found = CompiledPiece(run=compile_by_inductor(graph), graph=graph.forward, is_opaque=True)
-            else:
-                found = traced(graph)
-            self._compiled[key] = found
-            self.compile_s += time.perf_counter() - start
-        return found
+        Must run inside a ``torch.compile`` backend, whose fake tensors it uses. Graphs may be changed.
+        """
+        start = time.perf_counter()
+        groups: dict[Any, list[tuple[int, list[_Number]]]] = {}
+        for i, graph in enumerate(graphs):
+            key, numbers = fingerprint(graph)
+            groups.setdefault(key, []).append((i, numbers))
+        results: dict[int, tuple[CompiledPiece, tuple[int, ...]]] = {}
+        for members in groups.values():
+            values = [[number.value for number in numbers] for _, numbers in members]
+            differing = [j for j, column in enumerate(zip(*values, strict=True)) if len(set(column)) > 1]
+            first, numbers = members[0]
+            compiled = self._compile(graphs[first], [numbers[j] for j in differing])
+            for (i, _), own in zip(members, values, strict=True):
+                results[i] = (compiled, tuple(own[j] for j in differing))
+        self.num_compiled += len(groups)
+        self.compile_s += time.perf_counter() - start
+        return [results[i] for i in range(len(graphs))]
 
-
-def traced(graph: fx.GraphModule) -> CompiledPiece:
-    """The ops of the graph as they are."""
-    return CompiledPiece(run=graph.forward, graph=graph.forward, is_opaque=False)
+    def _compile(self, graph: fx.GraphModule, inputs: list[_Number]) -> CompiledPiece:
+        _make_inputs(graph, inputs)
+        is_opaque = self.compiler == "inductor"
+        run = compile_by_inductor(graph) if is_opaque else graph.forward
+        return CompiledPiece(run=run, graph=graph.forward, is_opaque=is_opaque)
 
 
 def compile_by_inductor(graph: fx.GraphModule, *, partition_at: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -86,11 +91,21 @@ def compile_by_inductor(graph: fx.GraphModule, *, partition_at: tuple[str, ...] 
         )
 
 
-def fingerprint(graph: fx.GraphModule) -> Any:
-    """A hashable value that is equal for pieces which the same code can serve."""
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """An integer argument of a custom op, such as the handle of a layer's weights."""
+
+    node: fx.Node
+    position: int | str
+    value: int
+
+
+def fingerprint(graph: fx.GraphModule) -> tuple[Any, list[_Number]]:
+    """A hashable value that is equal for pieces which the same code can serve, apart from the numbers."""
     index = {node: i for i, node in enumerate(graph.graph.nodes)}
     storages: dict[int, int] = {}
     rows: list[tuple[Any, ...]] = []
+    numbers: list[_Number] = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             rows.append(("input", _describe(node.meta.get("example_value"), storages)))
@@ -102,8 +117,46 @@ def fingerprint(graph: fx.GraphModule) -> Any:
             target = id(graph.get_submodule(str(target)))
         elif not isinstance(target, str):
             target = (id(target), str(target))
-        rows.append((node.op, target, _freeze(node.args, index), _freeze(node.kwargs, index)))
-    return tuple(rows)
+        args, kwargs = dict(enumerate(node.args)), dict(node.kwargs)
+        if _is_custom(node.target):
+            for position, value in {**args, **kwargs}.items():
+                if type(value) is int:
+                    numbers.append(_Number(node, position, value))
+                    (args if position in args else kwargs)[position] = ...
+        rows.append((node.op, target, _freeze(args, index), _freeze(kwargs, index)))
+    return tuple(rows), numbers
+
+
+def _is_custom(target: Any) -> bool:
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return not packet._qualified_op_name.startswith(("aten::", "prims::", "prim::"))
+
+
+def _make_inputs(graph: fx.GraphModule, numbers: list[_Number]) -> None:
+    """Turn numbers that differ between pieces into inputs behind the others."""
+    if not numbers:
+        return
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    with graph.graph.inserting_after(last[-1] if last else None):
+        for i, number in reversed(list(enumerate(numbers))):
+            value = graph.graph.placeholder(f"number_{i}")
+            value.meta["example_value"] = _symbol_for(number.value, graph)
+            if isinstance(number.position, int):
+                number.node.update_arg(number.position, value)
+            else:
+                number.node.update_kwarg(number.position, value)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _symbol_for(value: int, graph: fx.GraphModule) -> Any:
+    """A symbolic integer, so that compiled code does not hold the value of the first piece."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
+        return value
+    return context.fake_mode.shape_env.create_unbacked_symint()
 
 
 def _check_can_partition(examples: list[Any]) -> None:
@@ -151,6 +204,8 @@ def _freeze(value: Any, index: dict[fx.Node, int]) -> Any:
         return (type(value).__name__, *(_freeze(item, index) for item in value))
     if isinstance(value, dict):
         return ("dict", *((name, _freeze(item, index)) for name, item in value.items()))
+    if value is ...:
+        return ...
     if isinstance(value, slice):
         return ("slice", _freeze((value.start, value.stop, value.step), index))
     is_plain = value is None or isinstance(

@@ -29,13 +29,17 @@ from gapless.graphs.piecewise.compilers import CompiledPiece
 class Piece:
     """A child that may be captured. ``compiled`` is shared with the identical pieces of other layers."""
 
-    def __init__(self, name: str, compiled: CompiledPiece, device: GraphDevice) -> None:
-        self.name, self.compiled = name, compiled
+    def __init__(
+        self, name: str, compiled: CompiledPiece, device: GraphDevice, *, numbers: tuple[int, ...] = ()
+    ) -> None:
+        """``numbers``: what this piece passes to the shared code where others pass something else."""
+        self.name, self.compiled, self.numbers = name, compiled, numbers
         self.num_runs = 0
         self.num_captures = 0
         self._device = device
 
     def __call__(self, *args: Any) -> Any:
+        args += self.numbers
         if not self._device.is_recording():
             self.num_runs += 1
             return self.compiled.run(*args)
