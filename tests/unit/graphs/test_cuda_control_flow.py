@@ -61,6 +61,8 @@ class FakeRuntime:
         self.nodes = 5
         self.ranges: list[tuple[int, int]] = []
         self.num_snapshots = 0
+        self.pinned_recording: set[tuple[int, int]] = set()
+        """Handles that the pinned-memory allocator records to for good, after a capture that did not end."""
 
     def new_stream(self) -> FakeStream:
         self.log.append("new stream")
@@ -93,6 +95,8 @@ class FakeRuntime:
         assert self.capturing is None
         assert self.stream is not self.outer
         assert self.uses.get(handle) != 0, "reopened a pool whose last graph had gone"
+        if handle in self.pinned_recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.uses[handle] = self.uses.get(handle, 0) + 1
         self.routed.add(handle)
         if self.begin_error is not None:
@@ -108,6 +112,8 @@ class FakeRuntime:
         self.capturing = None
         if self.end_error is not None:
             message, self.end_error = self.end_error, None
+            assert graph.handle is not None
+            self.pinned_recording.add(graph.handle)
             self.log.append(f"end {graph.number} fails")
             raise RuntimeError(message)  # torch 2.11: routing, use count and generator stay as they were
         self.routed.discard(graph.handle)

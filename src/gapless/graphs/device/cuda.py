@@ -34,7 +34,7 @@ class CudaPool:
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-        self._handle: PoolHandle | None = runtime.new_pool_handle()
+        self._handles: list[PoolHandle] = [runtime.new_pool_handle()]
         self._ranges: list[tuple[int, int]] = []
         self._foreign: set[int] = set()
         self.num_live_segments = 0
@@ -43,13 +43,21 @@ class CudaPool:
 
     @property
     def handle(self) -> PoolHandle:
-        if self._handle is None:
+        """The handle that captures go to; earlier ones still hold the graphs captured before a failure."""
+        if not self._handles:
             raise GraphError("this graph pool was released; ask the device for a new one")
-        return self._handle
+        return self._handles[-1]
+
+    def renew_handle(self) -> PoolHandle:
+        """Retire the current handle: after a capture that did not end, the pinned-memory allocator records to
+        it for good (torch 2.11), and beginning another capture with it raises.
+        """
+        self._handles.append(self._runtime.new_pool_handle())
+        return self.handle
 
     @property
     def num_bytes(self) -> int:
-        if self._handle is None:
+        if not self._handles:
             return 0
         self._read_ranges()
         return sum(end - start for start, end in self._ranges)
@@ -73,7 +81,7 @@ class CudaPool:
 
     def release(self) -> None:
         """Destroy the graphs and return the memory to the driver. Safe to call twice."""
-        if self._handle is None:
+        if not self._handles:
             return
         if self.num_live_segments:
             raise GraphError(
@@ -83,7 +91,7 @@ class CudaPool:
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()
-        self._handle = None
+        self._handles.clear()
         self._ranges = []
         self._runtime.empty_cache()
 
@@ -92,7 +100,7 @@ class CudaPool:
         return i >= 0 and address < self._ranges[i][1]
 
     def _read_ranges(self) -> None:
-        self._ranges = sorted(self._runtime.pool_ranges(self.handle))
+        self._ranges = sorted(span for handle in self._handles for span in self._runtime.pool_ranges(handle))
 
 
 class CudaSegment:
@@ -268,14 +276,15 @@ class CudaDevice:
         The allocator may still route to the pool; the pool's use count is never given back, because a graph
         releases it only if its capture ended well; the default generator believes that it is being captured,
         and only a later capture that succeeds on the same stream sets it right. The graph object stays alive:
-        the pinned-memory allocator keeps a callback into it.
+        the pinned-memory allocator keeps a callback into it. That later capture is the anchor of the pool's
+        next handle.
         """
         self._close(opened)
         with suppress(RuntimeError):  # raises where PyTorch has done it already
             self._runtime.stop_pool_routing(opened.pool.handle)
         self._runtime.release_pool_use(opened.pool.handle)
         try:
-            opened.pool.graphs.append(self._capture_tiny(self._runtime.new_pool_handle()))
+            opened.pool.graphs.append(self._capture_tiny(opened.pool.renew_handle()))
         except RuntimeError as error:
             logger.warning("the random generator could not be restored after a failed capture: %s", error)
 
