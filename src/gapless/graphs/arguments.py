@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, GraphError
 from gapless.graphs.buffers import parse_dim
 
 
@@ -57,13 +57,16 @@ class Arguments:
     def __init__(self, fn: Callable[..., Any], inputs: Mapping[str, Input]) -> None:
         """Raises ``ConfigError`` when nothing is dynamic or a name does not exist."""
         try:
-            self._signature = inspect.signature(fn)
+            self._signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{fn!r} has no readable signature; wrap it in a def with named arguments"
             ) from error
         parameters = self._signature.parameters
         self._keyword_name = next((n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+        plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+        self._flat_names = tuple(parameters) if plain else None
+        self._flat_defaults = tuple(p.default for p in parameters.values())
         self.inputs = dict(inputs)
         self.symbols = tuple(
             dict.fromkeys(parse_dim(d)[1] for declared in inputs.values() for d in declared.dims.values())
@@ -80,6 +83,24 @@ class Arguments:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._signature.parameters)
+
+    def flat_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The leaves of a call none of whose arguments are nested, without the machinery of ``flatten``; None
+        where only that can tell."""
+        names = self._flat_names
+        if names is None or len(args) > len(names):
+            return None
+        leaves = list(args)
+        used = 0
+        for name, default in zip(names[len(args) :], self._flat_defaults[len(args) :], strict=True):
+            if name in kwargs:
+                used += 1
+                leaves.append(kwargs[name])
+            elif default is inspect.Parameter.empty:
+                return None
+            else:
+                leaves.append(default)
+        return leaves if used == len(kwargs) else None
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
         """All leaves of a call in the order of the signature, defaults included."""
@@ -119,7 +140,9 @@ class Ambient(NamedTuple):
     """State of the process that a capture freezes besides its arguments."""
 
     training: bool | None
+    """Of a module; None for other callables."""
     autocast: torch.dtype | None
+    """None where autocast is off."""
 
     @classmethod
     def now(cls, fn: object, device_type: str) -> Ambient:
@@ -128,3 +151,9 @@ class Ambient(NamedTuple):
             getattr(fn, "training", None) if isinstance(fn, torch.nn.Module) else None,
             torch.get_autocast_dtype(device_type) if enabled else None,
         )
+
+    def check(self, fn: object, device_type: str) -> None:
+        """Raise ``GraphError`` if it is another one now."""
+        now = Ambient.now(fn, device_type)
+        if now != self:
+            raise GraphError(f"the graphs were captured with {self} and are called with {now}; recapture()")

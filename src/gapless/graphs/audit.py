@@ -147,7 +147,7 @@ class _Walk:
             if isinstance(item, _PLAIN):
                 yield name, item
                 continue
-            if id(item) in self._seen or isinstance(item, _OPAQUE):
+            if id(item) in self._seen or isinstance(item, _OPAQUE) or _is_graph_machinery(item):
                 continue
             self._seen[id(item)] = item
             if isinstance(item, dict | list | set | deque):
@@ -169,6 +169,10 @@ _FOREIGN = (
 """Packages whose objects are machinery, not a model's state."""
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+
+
+def _is_graph_machinery(item: object) -> bool:
+    return bool(getattr(type(item), "is_opaque_to_audit", False))
 
 
 def _children(name: str, item: object) -> Iterator[tuple[str, object]]:

@@ -97,7 +97,12 @@ def make_buckets(
     unknown = sizes.keys() - set(symbols)
     if unknown:
         raise ConfigError(f"sizes names {sorted(unknown)}; the dynamic dimensions are {list(symbols)}")
-    return Buckets({symbol: _ladder(symbol, sizes.get(symbol), example[symbol]) for symbol in symbols})
+    missing = [symbol for symbol in symbols if symbol not in sizes and symbol not in example]
+    if missing:
+        raise ConfigError(
+            f"sizes says nothing of {', '.join(missing)}, and there is no example to take it from"
+        )
+    return Buckets({symbol: _ladder(symbol, sizes.get(symbol), example.get(symbol, 0)) for symbol in symbols})
 
 
 def check_symbols(symbols: Sequence[str]) -> None:

@@ -87,6 +87,7 @@ class StaticInputs:
         self.poison_round = 0
         """Which of a field's several poison values is used."""
         self._host_fields = tuple(f for f in fields if not f.on_device)
+        self._device_fields = tuple(f for f in fields if f.on_device)
         self.device_names = frozenset(f.name for f in fields if f.on_device)
         self._views: dict[tuple[tuple[str, int], ...], InputViews] = {}
         _, capacity = self._pack(self.max_sizes)
@@ -137,9 +138,8 @@ class StaticInputs:
     def load_on_device(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
         ``load``."""
-        fields = tuple(f for f in self.fields if f.on_device)
-        self._check(views, values, fields)
-        for field in fields:
+        self._check(views, values, self._device_fields)
+        for field in self._device_fields:
             value = values[field.name]
             assert isinstance(value, Tensor), f"on-device input {field.name!r} takes a tensor"
             self._fill_device(field, views.tensors[field.name], value)
@@ -181,9 +181,13 @@ class StaticInputs:
         if differing:
             raise GraphError(f"inputs do not match the schema: {sorted(differing)} missing or unknown")
         for field in fields:
-            have, room = tuple(values[field.name].shape), tuple(views.tensors[field.name].shape)
+            have, room = values[field.name].shape, views.tensors[field.name].shape
+            if have == room:
+                continue
             if len(have) != len(room) or any(n > limit for n, limit in zip(have, room, strict=True)):
-                raise GraphError(f"input {field.name!r} of shape {have} does not fit its static view {room}")
+                raise GraphError(
+                    f"input {field.name!r} of shape {tuple(have)} does not fit its static view {tuple(room)}"
+                )
 
     def _pad_value(self, field: InputField) -> int | float | str:
         if not self.poison or field.poison is None:

@@ -44,7 +44,7 @@ class _DynamicLeaf:
 class _FrozenTensor:
     index: int
     name: str
-    tensor: Tensor
+    tensor: Tensor | None
     address: int
     layout: tuple[Any, ...]
 
@@ -69,6 +69,8 @@ class CallTemplate:
     frozen_values: tuple[_FrozenValue, ...]
     device: torch.device
     paths: tuple[str, ...]
+    is_flat: bool
+    """No argument is a container."""
 
     @classmethod
     def of(cls, arguments: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallTemplate:
@@ -101,7 +103,13 @@ class CallTemplate:
             frozen_values=tuple(values),
             device=devices.pop(),
             paths=tuple(paths),
+            is_flat=len(leaves) == len(arguments.names) and all("[" not in path for path in paths),
         )
+
+    @property
+    def lacks_tensors(self) -> bool:
+        """True after ``without_tensors``, if there are frozen tensor arguments."""
+        return any(frozen.tensor is None for frozen in self.frozen_tensors)
 
     @property
     def fields(self) -> tuple[InputField, ...]:
@@ -109,12 +117,14 @@ class CallTemplate:
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Check a call against the example and read it. Raises ``GraphError`` naming the argument."""
-        leaves, structure = self.arguments.flatten(args, kwargs)
-        if structure != self.structure:
-            raise GraphError(self._structure_message(args, kwargs))
+        leaves = self.arguments.flat_leaves(args, kwargs) if self.is_flat else None
+        if leaves is None:
+            leaves, structure = self.arguments.flatten(args, kwargs)
+            if structure != self.structure:
+                raise GraphError(self._structure_message(args, kwargs))
         for frozen in self.frozen_tensors:
             leaf = leaves[frozen.index]
-            if leaf is not frozen.tensor or leaf.data_ptr() != frozen.address:
+            if not isinstance(leaf, Tensor) or leaf.data_ptr() != frozen.address or leaf is not frozen.tensor:
                 _check_frozen_tensor(frozen, leaf)
         for value in self.frozen_values:
             leaf = leaves[value.index]
@@ -127,6 +137,24 @@ class CallTemplate:
             _read_sizes(declared, tensor, sizes, self.device)
             values[declared.name] = tensor
         return Call(values, sizes)
+
+    def sizes_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes of a call that is not checked otherwise: it runs eagerly."""
+        leaves, _ = self.arguments.flatten(args, kwargs)
+        sizes: dict[str, int] = {}
+        for declared in self.dynamic:
+            tensor = leaves[declared.index] if declared.index < len(leaves) else None
+            for dim, factor, symbol, addend in declared.dynamic:
+                if isinstance(tensor, Tensor) and dim < tensor.ndim:
+                    sizes.setdefault(symbol, (tensor.shape[dim] - addend) // factor)
+        return sizes
+
+    def without_tensors(self) -> CallTemplate:
+        """The same without owning any tensor; such a template reads no call and makes none."""
+        tensors = tuple(replace(frozen, tensor=None) for frozen in self.frozen_tensors)
+        given_up = {frozen.index for frozen in tensors}
+        leaves = tuple(None if index in given_up else leaf for index, leaf in enumerate(self.leaves))
+        return replace(self, frozen_tensors=tensors, leaves=leaves)
 
     def fill(self, values: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``args`` and ``kwargs`` of a call with these inputs and everything else as in the example."""

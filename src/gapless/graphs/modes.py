@@ -37,12 +37,7 @@ class Strategy(enum.StrEnum):
     @property
     def runtime_mode(self) -> RuntimeMode:
         """The mode its graphs replay in; breakable replays as PIECEWISE."""
-        return {
-            Strategy.DISABLED: RuntimeMode.NONE,
-            Strategy.TC_PIECEWISE: RuntimeMode.PIECEWISE,
-            Strategy.BREAKABLE: RuntimeMode.PIECEWISE,
-            Strategy.FULL: RuntimeMode.FULL,
-        }[self]
+        return _RUNTIME_MODES[self]
 
 
 class RuntimeMode(enum.IntEnum):
@@ -51,6 +46,14 @@ class RuntimeMode(enum.IntEnum):
     NONE = 0
     PIECEWISE = 1
     FULL = 2
+
+
+_RUNTIME_MODES = {
+    Strategy.DISABLED: RuntimeMode.NONE,
+    Strategy.TC_PIECEWISE: RuntimeMode.PIECEWISE,
+    Strategy.BREAKABLE: RuntimeMode.PIECEWISE,
+    Strategy.FULL: RuntimeMode.FULL,
+}
 
 
 class GraphMode(enum.StrEnum):

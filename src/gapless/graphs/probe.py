@@ -119,7 +119,7 @@ class Probe:
         views = self._inputs.transient_views(sizes)
         self._inputs.load_on_device(views, values)
         versions = {name: view._version for name, view in views.tensors.items()}
-        real_sizes = RealSizes(real, self._device.torch_device)
+        real_sizes = RealSizes(tuple(real), sizes=real, device=self._device.torch_device)
         args, kwargs = self._template.fill(views.tensors)
         self._breaks.names.clear()
         with use_forward_context(ForwardContext(batch=real_sizes)), activate(self._breaks):  # type: ignore[arg-type]

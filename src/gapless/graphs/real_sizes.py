@@ -7,7 +7,7 @@ the same, so the callable has one code path. Read ``graphed.py`` next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,25 +17,32 @@ from gapless.graphs.context import get_forward_context
 
 
 class RealSizes:
-    """What the forward context of a graphed callable carries. ``counts`` is static memory, one per symbol."""
+    """What the forward context of a graphed callable carries: host sizes of an eager run, or ``counts``,
+    static memory with one entry per symbol. Without either nothing can be read."""
 
     def __init__(
         self,
-        sizes: Mapping[str, int],
-        device: torch.device,
+        symbols: Sequence[str],
         *,
+        sizes: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
         counts: Tensor | None = None,
     ) -> None:
-        self._sizes, self._device, self._counts = dict(sizes), device, counts
+        self._symbols, self._sizes, self._device, self._counts = tuple(symbols), sizes, device, counts
         self.was_read = False
 
     def of(self, symbol: str) -> Tensor:
-        if symbol not in self._sizes:
-            raise GraphError(f"num_real({symbol!r}): the dynamic dimensions are {', '.join(self._sizes)}")
+        if symbol not in self._symbols:
+            raise GraphError(f"num_real({symbol!r}): the dynamic dimensions are {', '.join(self._symbols)}")
         self.was_read = True
         if self._counts is not None:
-            return self._counts[list(self._sizes).index(symbol)]
-        return torch.full((), self._sizes[symbol], dtype=torch.int32, device=self._device)
+            return self._counts[self._symbols.index(symbol)]
+        if self._sizes is not None:
+            return torch.full((), self._sizes[symbol], dtype=torch.int32, device=self._device)
+        raise GraphError(
+            f"num_real({symbol!r}) was not called in the first runs, from which the graphs were planned; "
+            "call it at every size"
+        )
 
 
 def num_real(symbol: str) -> Tensor:

@@ -68,19 +68,21 @@ class StepLog:
         ]
 
 
-def build_report(*, plan: dict[str, Any], store: GraphStore, log: StepLog) -> dict[str, Any]:
+def build_report(*, plan: dict[str, Any], store: GraphStore | None, log: StepLog) -> dict[str, Any]:
     """The report schema: ``plan``, ``graphs`` (the ledger), ``failures``, ``steps``, ``eager``,
-    ``timeline``, ``memory``."""
+    ``timeline``, ``memory``. Without a store there are no graphs."""
+    ledger = store.ledger if store is not None else []
+    failures = store.failures if store is not None else []
     return {
         "plan": plan,
-        "graphs": [row.to_dict() for row in store.ledger],
-        "failures": [{"graph": str(f.key), "message": f.message} for f in store.failures],
+        "graphs": [row.to_dict() for row in ledger],
+        "failures": [{"graph": str(f.key), "message": f.message} for f in failures],
         "steps": log.steps(),
         "eager": log.eager_steps(),
         "timeline": log.timeline.to_dict(),
         "memory": {
-            "pool_bytes": store.pool_bytes,
-            "driver_bytes": sum(row.driver_bytes for row in store.ledger),
-            "capture_s": round(sum(row.capture_s for row in store.ledger), 3),
+            "pool_bytes": store.pool_bytes if store is not None else 0,
+            "driver_bytes": sum(row.driver_bytes for row in ledger),
+            "capture_s": round(sum(row.capture_s for row in ledger), 3),
         },
     }

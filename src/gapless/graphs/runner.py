@@ -56,6 +56,8 @@ class GraphRunner:
     bucket's views.
     ``prologue`` runs eagerly on the real rows after the batch is loaded and returns the on-device inputs (a
     breakable graph's embeddings).
+    ``is_compiled``: ``fn`` calls a ``PiecewiseForward``, whose compiled path every run of a bucket takes, so
+    that padded eager has the kernels of the graphs; eager steps of other sizes take the plain one.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class GraphRunner:
         make_dummy: Callable[[BatchDescriptor], Values],
         make_batch: Callable[[InputViews, BatchDescriptor], Any] = lambda views, descriptor: None,
         prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None = None,
+        is_compiled: bool = False,
     ) -> None:
         self.phase, self.strategy = phase, strategy
+        self.is_compiled = is_compiled
         self.inputs, self.store = inputs, store
         self._fn, self._outputs = fn, outputs
         self._sizes_of, self._make_dummy, self._make_batch = sizes_of, make_dummy, make_batch
@@ -88,6 +92,10 @@ class GraphRunner:
                 strategy=strategy,
                 store=store,
             )
+
+    def compile(self, descriptor: BatchDescriptor) -> None:
+        """Let a compiled forward be traced, on the dummy batch of ``descriptor``, before the store opens."""
+        self._warm_up(descriptor, times=1)
 
     def capture(
         self,
@@ -126,7 +134,8 @@ class GraphRunner:
         ``mode`` NONE runs padded eager.
         """
         views = self.inputs.views(self._sizes_of(descriptor))
-        results = self._run(views, descriptor, mode, self._batch(views, descriptor), values, num_real)
+        context = self._context(mode, descriptor, self._batch(views, descriptor))
+        results = self._run(views, context, values, num_real)
         if mode is not RuntimeMode.NONE:
             self._count_replay(descriptor, num_real)
         return results
@@ -136,7 +145,8 @@ class GraphRunner:
         sizes = self._sizes_of(descriptor)
         views = self.inputs.transient_views(sizes)
         batch = self._make_batch(views, descriptor)
-        return self._run(views, descriptor, RuntimeMode.NONE, batch, values, sizes)
+        context = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
+        return self._run(views, context, values, sizes)
 
     def observe(
         self,
@@ -191,14 +201,11 @@ class GraphRunner:
     def _run(
         self,
         views: InputViews,
-        descriptor: BatchDescriptor,
-        mode: RuntimeMode,
-        batch: Any,
+        context: ForwardContext,
         values: Values,
         num_real: Mapping[str, int],
     ) -> tuple[Tensor, ...]:
         self._load(views, values, num_real)
-        context = ForwardContext(mode=mode, descriptor=descriptor, batch=batch)
         with torch.no_grad(), use_forward_context(context):
             results = self._call(views)
         return tuple(
@@ -213,8 +220,9 @@ class GraphRunner:
                 self.inputs.load_on_device(views, self._prologue(views, num_real))
             return
         on_device = self.inputs.device_names
-        if not on_device:
-            self.inputs.load(views, values)
+        if len(on_device) in (0, len(self.inputs.fields)):
+            load = self.inputs.load_on_device if on_device else self.inputs.load
+            load(views, values)
             return
         self.inputs.load(views, {name: v for name, v in values.items() if name not in on_device})
         with torch.no_grad():
@@ -222,7 +230,7 @@ class GraphRunner:
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
         views, batch = self._warm_up(descriptor, times=self.store.device.num_warmups)
-        recording = ForwardContext(mode=self.strategy.runtime_mode, descriptor=descriptor, batch=batch)
+        recording = self._context(self.strategy.runtime_mode, descriptor, batch)
         with torch.no_grad(), use_forward_context(recording):
             self._call(views)
 
@@ -232,7 +240,7 @@ class GraphRunner:
         views = self.inputs.views(sizes)
         self._load(views, self._make_dummy(descriptor), sizes)
         batch = self._batch(views, descriptor)
-        eager = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
+        eager = self._context(RuntimeMode.NONE, descriptor, batch)
         with use_forward_context(eager):
             warm_up(lambda: self._call(views), self.store.device, times)
         return views, batch
@@ -257,6 +265,12 @@ class GraphRunner:
         if found is None:
             found = self._batches[descriptor] = self._make_batch(views, descriptor)
         return found
+
+    def _context(self, mode: RuntimeMode, descriptor: BatchDescriptor, batch: Any) -> ForwardContext:
+        """Of a run of a bucket."""
+        return ForwardContext(
+            mode=mode, descriptor=descriptor, batch=batch, use_compiled=self.is_compiled
+        )
 
     def _key(self, descriptor: BatchDescriptor) -> GraphKey:
         return GraphKey(self.phase, self.strategy.runtime_mode, descriptor)

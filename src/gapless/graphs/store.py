@@ -23,6 +23,7 @@ from torch import Tensor
 from gapless.errors import CaptureClosedError, CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.capture import capture_pass, capture_program
+from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice, MemoryReading, Pool
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.program import Program
@@ -33,14 +34,38 @@ class SharedPool:
 
     The pool is made when the first store captures and released when the last one is released; a store that
     captures after that gets a fresh pool, because a handle whose last graph has gone must not be reopened
-    (vLLM #53682). ``lock`` is held by whoever runs graphs of the pool.
+    (vLLM #53682). Who runs graphs of the pool holds it by ``use``.
     """
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device
-        self.lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._thread: int | None = None
         self._pool: Pool | None = None
         self._users: set[int] = set()
+
+    @classmethod
+    def on(cls, torch_device: str | torch.device) -> SharedPool:
+        """A pool on a torch device. Raises ``ConfigError`` for one without graphs."""
+        return cls(get_device(torch_device))
+
+    @property
+    def is_busy_here(self) -> bool:
+        """True on the thread that is inside ``use``."""
+        return self._thread == threading.get_ident()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Hold the pool; other threads wait. Raises ``GraphError`` from within a step of the pool itself,
+        whose intermediate results would be overwritten."""
+        if self.is_busy_here:
+            raise GraphError("this graph memory is in use by the step that is running: not from within it")
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
 
     @property
     def num_users(self) -> int:
@@ -55,6 +80,9 @@ class SharedPool:
         self._users.add(id(user))
         self._pool = self._pool or self.device.new_pool()
         return self._pool
+
+    def owns(self, tensor: Tensor) -> bool:
+        return self._pool is not None and self._pool.owns(tensor)
 
     def leave(self, user: object) -> None:
         """Give the memory back if ``user`` was the last. Its graphs must have been reset before."""

@@ -24,6 +24,11 @@ def claim_recording(device: object) -> None:
         _owner = device
 
 
+def recording_device() -> object | None:
+    """The device that has a segment open; None where nothing is being recorded."""
+    return _owner
+
+
 def release_recording(device: object) -> None:
     global _owner
     with _guard:
