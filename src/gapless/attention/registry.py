@@ -142,9 +142,10 @@ _ROWS = (
         name="torch_reference",
         support=_ALWAYS,
         preferred=GraphMode.FULL,
-        devices=("cpu", "cuda"),
+        devices=("cpu",),
         factory=_torch_reference,
-        note="one routine for every batch; recording a full graph computes nothing, so start-up is short",
+        note="one routine for every batch, which reads its lengths on the host: a kernel on a CPU, and on a GPU "
+        "not capturable",
     ),
     BackendInfo(
         name="triton_paged",
