@@ -142,6 +142,12 @@ class Generation:
         found = self._snapshot.changes_to(Snapshot(self.roots))
         return [change for change in found if change.kind != "new" and change.name not in own]
 
+    def state_tensors(self) -> list[Tensor]:
+        """The memory outside the graphs that a run writes in place."""
+        assert self.findings is not None
+        now = Snapshot(self.roots)
+        return [now.tensor(name) for name in self.findings.state]
+
     def disown(self) -> None:
         """Stop keeping alive what the graphs read. They must not run until ``changes`` has been asked."""
         if self._snapshot is not None:

@@ -270,7 +270,7 @@ class Graphed:
         ``variants``: other values of frozen arguments, by name, that real calls might use; what the graphs
         would freeze of them is an error in the report.
         """
-        from gapless.graphs.check import verify_graphed
+        from gapless.graphs.check_targets import verify_graphed
 
         return verify_graphed(self, seed=seed, variants=variants, tolerance=tolerance)
 
