@@ -18,6 +18,7 @@ import torch
 from gapless.attention.registry import create_backend, select_backend
 from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
 from gapless.config import EngineConfig
+from gapless.engine.compiled_forward import make_compiled_forward
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
 from gapless.engine.planning import make_plan, max_step_tokens
@@ -32,6 +33,7 @@ from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.dispatcher import MAX_PADDING_RATIO, MAX_PADDING_TOKENS, Dispatcher
 from gapless.graphs.ladder import decode_ladder
 from gapless.graphs.modes import Phase, Strategy
+from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
@@ -121,6 +123,7 @@ class _Build:
         self.max_model_len = loaded.max_model_len
         self.max_num_reqs = config.max_running_requests
         self.seconds: dict[str, float] = {"load": load_s}
+        self.compiled: PiecewiseForward | None = None
 
     def run(self) -> ModelRunner:
         plan = self._plan()
@@ -139,6 +142,9 @@ class _Build:
         graphs = self._graph_set(store, plan, limits)
         rows = RowGraphs(_row_sizes(plan, limits), log)
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
+        start = time.perf_counter()
+        graphs.compile()
+        self.seconds["compile"] = time.perf_counter() - start
         start = time.perf_counter()
         self._capture(store, graphs, rows, dispatcher)
         _check_lookup(store, dispatcher, plan)
@@ -226,14 +232,22 @@ class _Build:
         return pool
 
     def _graph_set(self, store: GraphStore, plan: GraphPlan, limits: StepLimits) -> GraphSet:
-        strategies = (plan.prefill.strategy, plan.decode.strategy)
+        if self.compiled is None:
+            self.compiled = make_compiled_forward(
+                self.model,
+                plan=plan,
+                splitting_ops=self.config.graphs.splitting_ops,
+                device=self.device,
+                max_num_tokens=limits.max_num_tokens,
+            )
         return GraphSet(
             self.model,
             store=store,
             limits=limits,
-            prefill=strategies[0],
-            decode=strategies[1],
+            prefill=plan.prefill.strategy,
+            decode=plan.decode.strategy,
             row_strategy=_row_strategy(plan),
+            compiled=self.compiled,
         )
 
     def _runners(
@@ -241,6 +255,7 @@ class _Build:
     ) -> list[tuple[GraphRunner, list[BatchDescriptor]]]:
         """Every runner with what it is to capture, in the order of capture."""
         graphs = self._graph_set(store, plan, limits)
+        graphs.compile()
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
         rows = RowGraphs(_row_sizes(plan, limits), StepLog())
         return _to_capture(graphs, rows, dispatcher)

@@ -1,7 +1,8 @@
 """The engine's graphs: prefill, decode, head and sampling over one store, and the callables they capture.
 
 *Full* prefill captures embedding, layers and final norm, keyed by tokens; *breakable* captures the layers
-alone and embeds eagerly on the real batch. Both leave hidden states in a shared buffer from which the head, a
+alone and embeds eagerly on the real batch; *piecewise* captures embedding and layers as pieces of a traced
+forward. All leave hidden states in a shared buffer from which the head, a
 graph of its own keyed by sampled rows, picks the last token of each request. *Full* decode holds everything
 up to the greedy token in one graph. Random sampling is a graph over the logits, with every parameter in a
 static buffer. All of them run one after another on one stream, so they share one pool. Read ``runner.py`` for
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
+from gapless.engine.compiled_forward import trace_tokens
 from gapless.engine.inputs import hidden_field, token_fields
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputField, InputViews, StaticInputs
 from gapless.graphs.modes import Phase, Strategy
+from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
 from gapless.models.base import CausalModel
@@ -70,8 +73,11 @@ class GraphSet:
         prefill: Strategy,
         decode: Strategy,
         row_strategy: Strategy,
+        compiled: PiecewiseForward | None = None,
     ) -> None:
+        """``compiled``: the traced forward, of which full and piecewise graphs are made if there is one."""
         self.store, self.limits = store, limits
+        self.compiled = compiled
         self._model = model
         self._hidden = OutputField(
             name="hidden", dim="tokens", row_shape=(model.info.hidden_size,), dtype=model.info.dtype
@@ -110,6 +116,16 @@ class GraphSet:
             outputs=(self._tokens,),
         )
 
+    def compile(self) -> None:
+        """Trace the forward, if there is one to trace and it has not happened yet; before any capture.
+
+        Raises ``CompileError``.
+        """
+        if self.compiled is None or self.compiled.is_compiled:
+            return
+        num_tokens = trace_tokens(self.compiled, max_num_tokens=self.limits.max_num_tokens)
+        self.prefill.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=1))
+
     @property
     def vocab_size(self) -> int:
         return self._model.info.vocab_size
@@ -130,7 +146,7 @@ class GraphSet:
         else:
 
             def fn(views: InputViews) -> tuple[Tensor, ...]:
-                return (model.layers(model.embed(views["input_ids"]), views["positions"]),)
+                return (self._hidden_states(views),)
 
         return self._token_runner(
             fn, phase=phase, strategy=strategy, fields=fields, outputs=(self._hidden,),
@@ -139,12 +155,11 @@ class GraphSet:
 
     def _decode_runner(self, strategy: Strategy) -> GraphRunner:
         """Everything in one graph: one token per request in, logits and the greedy token out."""
-        model = self._model
 
         def fn(views: InputViews) -> tuple[Tensor, ...]:
-            return self._head(model.layers(model.embed(views["input_ids"]), views["positions"]))
+            return self._head(self._hidden_states(views))
 
-        fields = token_fields(max_blocks=self.limits.max_blocks, vocab_size=model.info.vocab_size)
+        fields = token_fields(max_blocks=self.limits.max_blocks, vocab_size=self.vocab_size)
         return self._token_runner(
             fn, phase=Phase.DECODE, strategy=strategy, fields=fields, outputs=(self._logits, self._tokens),
             max_num_tokens=self.limits.max_num_reqs, prologue=None,
@@ -178,6 +193,7 @@ class GraphSet:
             make_dummy=self._dummy_tokens,
             make_batch=self._metadata,
             prologue=prologue,
+            is_compiled=self.compiled is not None and strategy is not Strategy.BREAKABLE,
         )
 
     def _row_runner(
@@ -204,6 +220,12 @@ class GraphSet:
             sizes_of=lambda d: {"rows": d.num_reqs},
             make_dummy=lambda d: {f.name: np.zeros(d.num_reqs, dtype=np.int32) for f in fields},
         )
+
+    def _hidden_states(self, views: InputViews) -> Tensor:
+        input_ids_T, positions_T = views["input_ids"], views["positions"]
+        if self.compiled is not None:
+            return self.compiled(input_ids_T, positions_T)
+        return self._model.layers(self._model.embed(input_ids_T), positions_T)
 
     def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
         logits_RV = self._model.head(hidden_RE)

@@ -1,8 +1,8 @@
 """The plan of an engine before anything is loaded: what the start-up and ``gapless inspect`` both compute.
 
-Pure: a config with its device defaults, the numbers of a model and the facts of the device go in, a
-``GraphPlan`` comes out. So what ``inspect`` prints is what an engine with these options starts from; only
-limits that memory sets come later. Read ``rules.py`` for the facts and ``graphs/plan.py`` for the decisions.
+A config with its device defaults, the numbers of a model, the facts of the device and the names of registered
+compiler passes go in, a ``GraphPlan`` comes out. So what ``inspect`` prints is what an engine with these
+options starts from; only limits that memory sets come later. Read ``rules.py`` for the facts and ``graphs/plan.py`` for the decisions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from gapless.config import EngineConfig
 from gapless.engine.rules import Feature, capabilities_for
 from gapless.env import read_env
+from gapless.graphs.piecewise.passes import whole_graph_passes
 from gapless.graphs.plan import GraphPlan, resolve
 from gapless.models.base import ModelInfo
 
@@ -48,6 +49,7 @@ def make_plan(
         chunked_prefill_size=max_step_tokens(config, max_model_len),
         max_total_tokens=config.max_total_tokens,
         features=features,
+        whole_graph_passes=whole_graph_passes(),
         **facts,
     )
     return resolve(config.graph_request(force=read_env().force_graphs), capabilities)

@@ -170,6 +170,7 @@ def capabilities_for(
     uses_cascade: bool = False,
     uniform_query_len: int = 1,
     features: Iterable[Feature] = (),
+    whole_graph_passes: tuple[str, ...] = (),
     available_strategies: frozenset[Strategy] = AVAILABLE_STRATEGIES,
 ) -> Capabilities:
     """Everything ``resolve()`` has to know. ``attention``: names (looked up in the registry) or support as
@@ -191,4 +192,5 @@ def capabilities_for(
         rules=RULES,
         max_total_tokens=max_total_tokens,
         prefill_max_cap=prefill_max_cap(info, is_mla=is_mla),
+        whole_graph_passes=whole_graph_passes,
     )

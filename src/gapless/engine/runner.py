@@ -85,7 +85,9 @@ class ModelRunner:
     def report(self) -> dict[str, Any]:
         """The report schema of ``graphs/report.py``, with how the runner started."""
         report = build_report(plan=self.plan.to_dict(), store=self._graphs.store, log=self.log)
-        return {**report, "startup": self._startup}
+        compiled = self._graphs.compiled
+        stats = compiled.stats.to_dict() if compiled is not None else None
+        return {**report, "startup": self._startup, "compile": stats}
 
     def reset_report(self) -> None:
         self.log.clear()

@@ -13,7 +13,7 @@ from typing import Literal
 
 from gapless.graphs.modes import AttentionSupport, GraphMode, Phase, Strategy
 
-AVAILABLE_STRATEGIES = frozenset({Strategy.DISABLED, Strategy.BREAKABLE, Strategy.FULL})
+AVAILABLE_STRATEGIES = frozenset(Strategy)
 """What this build can capture; ``auto`` never picks another, and naming another is an error."""
 
 TcCompiler = Literal["eager", "inductor"]

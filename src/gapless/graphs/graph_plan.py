@@ -70,7 +70,11 @@ class GraphPlan:
     shares_graphs: bool = False
     uniform_query_len: int = 1
     tc_compiler: TcCompiler | None = None
-    """Compiler of the pieces; None where nothing is compiled."""
+    """Compiler of the pieces, of which full graphs are made too; None where nothing is compiled."""
+    is_split: bool = True
+    """A compiled forward is cut at its split ops."""
+    use_inductor_graph_partition: bool = False
+    """It is cut by Inductor instead of before."""
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -114,6 +118,8 @@ class GraphPlan:
             "shares_graphs": self.shares_graphs,
             "uniform_query_len": self.uniform_query_len,
             "tc_compiler": self.tc_compiler,
+            "is_split": self.is_split,
+            "use_inductor_graph_partition": self.use_inductor_graph_partition,
             **{
                 phase.value: {
                     "strategy": self.phase(phase).strategy.value,

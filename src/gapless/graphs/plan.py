@@ -20,6 +20,7 @@ from gapless.graphs.capabilities import (
     BackendSupport,
     Capabilities,
     GraphRequest,
+    TcCompiler,
 )
 from gapless.graphs.graph_plan import (
     MODE_PHASES,
@@ -67,14 +68,16 @@ def resolve(request: GraphRequest, capabilities: Capabilities) -> GraphPlan:
     prefill, decode = (draft.strategies[phase] for phase in PLANNED_PHASES)
     shares = prefill is decode is Strategy.FULL and draft.shares_if_full
     _note_unused(draft)
-    is_compiled = Strategy.TC_PIECEWISE in (prefill, decode)
+    is_compiled = _is_compiled(draft)
     return GraphPlan(
         prefill=_phase_plan(draft, Phase.PREFILL, shares_graphs=shares),
         decode=_phase_plan(draft, Phase.DECODE, shares_graphs=shares),
         mode=_mode_name(prefill, decode, shares_graphs=shares),
         shares_graphs=shares,
         uniform_query_len=capabilities.uniform_query_len,
-        tc_compiler=(request.tc_compiler or "eager") if is_compiled else None,
+        tc_compiler=_compiler(request) if is_compiled else None,
+        is_split=not draft.is_whole,
+        use_inductor_graph_partition=is_compiled and request.use_inductor_graph_partition,
         decisions=tuple(draft.decisions),
     )
 
@@ -99,6 +102,8 @@ def check_request(request: GraphRequest) -> None:
             )
     if request.use_inductor_graph_partition and request.compile_mode == 0:
         raise ConfigError("use_inductor_graph_partition contradicts compilation mode 0 (no compile)")
+    if request.use_inductor_graph_partition and request.tc_compiler == "eager":
+        raise ConfigError("use_inductor_graph_partition contradicts --cuda-graph-tc-compiler=eager")
     if request.prefill_sizes is not None:
         check_listed("prefill", request.prefill_sizes, request.prefill_max)
     if request.decode_sizes is not None:
@@ -339,10 +344,26 @@ def _phase_plan(draft: _Draft, phase: Phase, *, shares_graphs: bool) -> PhasePla
     return PhasePlan(strategy=strategy, ladder=ladder)
 
 
+def _is_compiled(draft: _Draft) -> bool:
+    """The forward is traced: for piecewise graphs, or for full ones of which compiled code was asked for."""
+    strategies, request = draft.strategies.values(), draft.request
+    if Strategy.TC_PIECEWISE in strategies:
+        return True
+    if Strategy.FULL not in strategies or request.compile_mode == 0:
+        return False
+    is_named = Strategy.TC_PIECEWISE in (request.prefill, request.decode)  # and became full: not to be split
+    has_passes = bool(draft.capabilities.whole_graph_passes)
+    return request.compile_mode == 3 or request.use_inductor_graph_partition or is_named or has_passes
+
+
+def _compiler(request: GraphRequest) -> TcCompiler:
+    return "inductor" if request.use_inductor_graph_partition else request.tc_compiler or "eager"
+
+
 def _note_unused(draft: _Draft) -> None:
     """Options that had nothing to act on, so that none is ignored silently."""
     request = draft.request
-    is_compiled = Strategy.TC_PIECEWISE in draft.strategies.values()
+    is_compiled = _is_compiled(draft)
     off = {phase: draft.strategies[phase] is Strategy.DISABLED for phase in PLANNED_PHASES}
     unused = {
         "--cuda-graph-max-bs-prefill": request.prefill_max is not None and off[Phase.PREFILL],

@@ -268,9 +268,7 @@ class GraphRunner:
 
     def _context(self, mode: RuntimeMode, descriptor: BatchDescriptor, batch: Any) -> ForwardContext:
         """Of a run of a bucket."""
-        return ForwardContext(
-            mode=mode, descriptor=descriptor, batch=batch, use_compiled=self.is_compiled
-        )
+        return ForwardContext(mode=mode, descriptor=descriptor, batch=batch, use_compiled=self.is_compiled)
 
     def _key(self, descriptor: BatchDescriptor) -> GraphKey:
         return GraphKey(self.phase, self.strategy.runtime_mode, descriptor)

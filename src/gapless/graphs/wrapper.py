@@ -48,5 +48,9 @@ class GraphWrapper:
         entry = self._store.get(key)
         if entry is None:
             return self._store.capture(key, lambda: self.fn(*args), self._strategy).outputs
+        if self._store.is_capturing and self._strategy is Strategy.TC_PIECEWISE:
+            raise GraphError(
+                f"{key} is captured already: pieces replay only after the capture stage has ended"
+            )
         entry.program.replay()
         return entry.outputs

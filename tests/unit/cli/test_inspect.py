@@ -64,9 +64,9 @@ def test_soft_rule_yields_to_a_named_backend(plan, feature):
 
 @pytest.mark.parametrize(
     ("feature", "phase", "strategy"),
-    [("no_layer_split", "prefill", "disabled"), ("no_layer_split", "decode", "full")],
+    [("no_layer_split", "prefill", "tc_piecewise"), ("no_layer_split", "decode", "full")],
 )
-def test_model_that_cannot_be_split_keeps_full_decode(plan, feature, phase, strategy):
+def test_model_that_cannot_be_split_is_traced_and_keeps_full_decode(plan, feature, phase, strategy):
     found = plan("--device", "cuda", "--feature", feature)
     assert found[phase]["strategy"] == strategy
 

@@ -22,6 +22,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "breakable": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "breakable"},
     "breakable_prefill": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "full"},
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
+    "tc_piecewise": {
+        "cuda_graph_backend_prefill": "tc_piecewise",
+        "cuda_graph_backend_decode": "tc_piecewise",
+    },
+    "compiled_full_decode": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}},
     "FULL_DECODE_ONLY": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
 }
 

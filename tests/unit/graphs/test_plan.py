@@ -65,7 +65,7 @@ SUPPORTED = {  # (support, query length) -> what full becomes in (prefill, decod
 MODELS = {  # what P is -> facts of model and build
     BREAKABLE: {"has_layer_split": True},
     TC: {"has_layer_split": False, "available_strategies": ALL},
-    OFF: {"has_layer_split": False},
+    OFF: {"has_layer_split": False, "available_strategies": ALL - {TC}},
 }
 
 
@@ -146,7 +146,7 @@ def test_a_model_without_attention_is_not_limited_by_it():
 
 
 def test_decode_stays_full_where_piecewise_is_impossible():
-    plan = resolve(GraphRequest(), caps(has_layer_split=False))
+    plan = resolve(GraphRequest(), caps(has_layer_split=False, available_strategies=ALL - {TC}))
     assert strategies(plan) == (OFF, FULL)
     assert plan.mode is GraphMode.FULL_DECODE_ONLY
     assert any(d.phase is PREFILL and d.after == "disabled" for d in plan.decisions)
@@ -186,6 +186,29 @@ def test_the_plan_names_the_compiler_only_where_something_is_compiled(compiler):
 
 
 @pytest.mark.parametrize(
+    ("request_", "facts", "compiler"),
+    [
+        (GraphRequest(mode=GraphMode.FULL, compile_mode=3), {}, "eager"),
+        (GraphRequest(mode=GraphMode.FULL, compile_mode=3, tc_compiler="inductor"), {}, "inductor"),
+        (GraphRequest(mode=GraphMode.FULL), {}, None),
+        (GraphRequest(mode=GraphMode.FULL, tc_compiler="inductor"), {}, None),
+        (GraphRequest(mode=GraphMode.FULL, use_inductor_graph_partition=True), {}, "inductor"),
+        (GraphRequest(prefill=TC, splitting_ops=()), {}, "eager"),
+        (GraphRequest(splitting_ops=()), {}, None),
+        (GraphRequest(), {"whole_graph_passes": ("fuse",)}, "eager"),
+        (GraphRequest(compile_mode=0), {"whole_graph_passes": ("fuse",)}, None),
+        (GraphRequest(mode=GraphMode.NONE, compile_mode=3), {}, None),
+        (GraphRequest(prefill=BREAKABLE, decode=OFF), {}, None),
+    ],
+)
+def test_full_graphs_are_made_of_compiled_code_only_where_that_was_asked_for(request_, facts, compiler):
+    plan = resolve(request_, caps(available_strategies=ALL, **facts))
+    assert plan.tc_compiler == compiler
+    assert plan.is_split == (request_.splitting_ops != () and not facts)
+    assert plan.use_inductor_graph_partition == request_.use_inductor_graph_partition
+
+
+@pytest.mark.parametrize(
     "request_",
     [
         GraphRequest(prefill=TC),
@@ -197,7 +220,7 @@ def test_the_plan_names_the_compiler_only_where_something_is_compiled(compiler):
 )
 def test_asking_for_tracing_in_a_build_without_it_is_one_clear_sentence(request_):
     with pytest.raises(ConfigError, match=r"tc_piecewise is not available in this build; use breakable"):
-        resolve(request_, caps())
+        resolve(request_, caps(available_strategies=ALL - {TC}))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -241,6 +264,10 @@ def test_a_mode_and_a_flag_agree_or_the_error_names_both(mode, flag, phase):
         (
             GraphRequest(use_inductor_graph_partition=True, compile_mode=0),
             "partition contradicts compilation mode 0",
+        ),
+        (
+            GraphRequest(use_inductor_graph_partition=True, tc_compiler="eager"),
+            "partition contradicts --cuda-graph-tc-compiler=eager",
         ),
         (GraphRequest(prefill=BREAKABLE, splitting_ops=()), "breakable.*splitting_ops is empty"),
         (GraphRequest(prefill_sizes=(4, 8), prefill_max=16), "max-bs-prefill=16 disagrees with"),

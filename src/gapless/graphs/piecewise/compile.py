@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import CompileError, GaplessError, GraphError
 from gapless.graphs.breakable import active_recorder
 from gapless.graphs.context import in_piecewise_context
+from gapless.graphs.device.arena import storage_bytes
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.piecewise.backend import CompileStats, PiecewiseBackend, PiecewiseConfig
 from gapless.graphs.piecewise.piece import AddressCheck
@@ -83,6 +84,7 @@ class PiecewiseForward:
         if recorder is not None and self._device.is_recording():
             recorder.add_check(functools.partial(self._verify, self._expect_check(args, kwargs)))
         with self._device.pause_recording():
+            args, kwargs = self._at_offset_zero(args, kwargs)
             return self._compiled(*args, **kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,9 +93,9 @@ class PiecewiseForward:
                 "a forward must be traced before it is captured: call it once in a piecewise context with "
                 "mode NONE, outside the capture"
             )
-        args, kwargs = self._mark_dynamic(args, kwargs)
         with torch.no_grad():
             self._plain(*args, **kwargs)
+            args, kwargs = self._mark_dynamic(args, kwargs)
             compiled = torch.compile(_private_copy(self._plain), backend=self._backend, fullgraph=True)
             start = time.perf_counter()
             try:
@@ -123,7 +125,7 @@ class PiecewiseForward:
         dim = self._dynamic_dims.get(name, self._default_dim)
 
         def mark(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach()
+            tensor = stand_in(tensor)
             if dim is None or dim >= tensor.dim():
                 return tensor
             if tensor.shape[dim] < MIN_TRACE_ROWS:
@@ -137,11 +139,33 @@ class PiecewiseForward:
         return pytree.tree_map_only(Tensor, mark, value)
 
     def _expect_check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AddressCheck:
-        # Aliases: an owner of pool memory would keep later sizes from reusing it.
-        args, kwargs = pytree.tree_map_only(Tensor, self._device.alias, (args, kwargs))
+        # Stand-ins: an owner of pool memory would keep later sizes from reusing it.
+        with self._device.pause_recording():
+            args, kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
         check = AddressCheck(args=args, kwargs=kwargs)
         self._arm(check)
         return check
+
+    def _at_offset_zero(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as traced code takes them: it holds for the offset into a storage that it was traced
+        with, and views of one buffer have many."""
+        originals: dict[int, Tensor] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.storage_offset() == 0:
+                return tensor
+            moved = stand_in(tensor)
+            originals[id(moved)] = tensor
+            return moved
+
+        moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
+        # The emulated device watches the owners of what it records, and a stand-in owns nothing.
+        is_watched = self._device.torch_device.type == "cpu"
+        for stitched in self._backend.stitched:
+            stitched.originals = originals if is_watched else {}
+        return moved
 
     def _arm(self, check: AddressCheck | None) -> None:
         for stitched in self._backend.stitched:
@@ -166,6 +190,15 @@ class PiecewiseForward:
                 "the forward had to be traced again for the first replay: something that the graphs depend "
                 "on changed after the capture; capture again"
             )
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """The same memory at offset zero of a storage that owns nothing: for the time of a call, or as long as
+    the caller keeps the owner alive."""
+    num_bytes = storage_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, num_bytes)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def install(

@@ -92,13 +92,18 @@ class Stitched:
         self._inputs, self._num_breaks, self._device = inputs, num_breaks, device
         self.check: AddressCheck | None = None
         """Filled by the next captured call, or compared with the next call if complete."""
+        self.originals: dict[int, Tensor] = {}
+        """By the identity of stand-ins among the next call's arguments: what to record in their place."""
 
     def __call__(self, *args: Any) -> Any:
         check, self.check = self.check, None
         if check is not None and check.is_complete:
             self._compare(check, args)
             return check.outputs
+        originals, self.originals = self.originals, {}
         with self._device.resume_recording():
+            if originals and self._device.is_recording():
+                args = tuple(originals.get(id(arg), arg) for arg in args)
             recorder = active_recorder()
             breaks_before = recorder.num_breaks if recorder is not None else 0
             outputs = self._run(*args)
