@@ -2,7 +2,8 @@
 
 A config with its device defaults, the numbers of a model, the facts of the device and the names of registered
 compiler passes go in, a ``GraphPlan`` comes out. So what ``inspect`` prints is what an engine with these
-options starts from; only limits that memory sets come later. Read ``rules.py`` for the facts and ``graphs/plan.py`` for the decisions.
+options starts from; only limits that memory sets come later. Read ``rules.py`` for the facts and
+``graphs/plan.py`` for the decisions.
 """
 
 from __future__ import annotations
