@@ -144,7 +144,7 @@ _ROWS = (
         preferred=GraphMode.FULL,
         devices=("cpu",),
         factory=_torch_reference,
-        note="one routine for every batch, which reads its lengths on the host: a kernel on a CPU, and on a GPU "
+        note="one routine for every batch, which reads its lengths on the host: a CPU kernel; on a GPU "
         "not capturable",
     ),
     BackendInfo(

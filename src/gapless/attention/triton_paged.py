@@ -12,7 +12,6 @@ kernels and their numbering of tiles are in ``triton_kernels.py``; the oracle is
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
+from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
 from gapless.graphs.ops import register_custom_op
@@ -201,7 +201,7 @@ def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: 
 
 
 def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return read_env().triton_interpret
 
 
 @functools.cache

@@ -1,17 +1,20 @@
 """The engine: requests in, tokens out, one step at a time.
 
-``step`` is the whole loop body: schedule → run → accept → collect. The core owns nothing of the device; it
-binds the scheduler (what runs next), the runner (runs it) and the choices (what callers see). Invariants: one
-bad request never harms another; when a step fails as a whole, the sequences in it end with an error, their
-blocks come back and the engine goes on; a result for a sequence that was aborted or preempted meanwhile is
-dropped. Not thread-safe: one thread calls it (``abort_request`` may be called from inside a step). Read
-``scheduler.py`` and ``choice.py`` next.
+``step`` is the whole loop body: schedule → launch → accept → collect, where what is accepted may be the
+result of an earlier step: a runner on a GPU is fed one step ahead, so that the host works while the device
+does. Stop conditions are then seen one step late, and the extra token is dropped. The core owns nothing of
+the device; it binds the scheduler (what runs next), the runner (runs it) and the choices (what callers see).
+Invariants: one bad request never harms another; when a step fails as a whole, the sequences in it end with an
+error, their blocks come back and the engine goes on; a result for a sequence that was aborted or preempted
+meanwhile is dropped. Not thread-safe: one thread calls it (``abort_request`` may be called from inside a
+step). Read ``scheduler.py`` and ``choice.py`` next.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +25,7 @@ from gapless.engine.intake import Intake, Prompt
 from gapless.engine.outputs import RequestOutput
 from gapless.engine.request import Request, Sequence, make_sequences
 from gapless.engine.scheduler import Scheduler
-from gapless.engine.step import ScheduledBatch, StepResult, StepRunner, TokenLogprob
+from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner, TokenLogprob
 from gapless.errors import RequestError
 from gapless.sampling.params import SamplingParams
 
@@ -59,6 +62,7 @@ class EngineCore:
         self._token_text = lru_cache(maxsize=1 << 16)(self._decode_token)
         self._active: dict[str, _Active] = {}
         self._choices: dict[Sequence, Choice] = {}
+        self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._changed: dict[str, _Active] = {}  # since the last step returned; a dict for its order
 
     def has_unfinished(self) -> bool:
@@ -122,35 +126,53 @@ class EngineCore:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return a snapshot of each request that changed (only the last one if it does not
-        stream)."""
+        """Launch the next step and accept what is due; return a snapshot of each request that changed (only
+        the last one if it does not stream)."""
+        if self._in_flight and self._needs_known_tokens():
+            self._finish_steps(most_in_flight=0)
         batch = self.scheduler.schedule()
         if batch is not None:
-            result = self._run(batch)
-            if result is not None:
-                self._accept(batch, result)
+            self._launch(batch)
         else:
-            assert not self.scheduler.has_unfinished, "nothing can be scheduled, yet requests are unfinished"
+            assert self._in_flight or not self.scheduler.has_unfinished, (
+                "nothing can be scheduled, yet requests are unfinished"
+            )
+        self._finish_steps(most_in_flight=self.runner.max_steps_ahead if batch is not None else 0)
+        if not self.scheduler.has_unfinished:
+            self._finish_steps(most_in_flight=0)
         return self._collect()
 
-    def _run(self, batch: ScheduledBatch) -> StepResult | None:
+    def _needs_known_tokens(self) -> bool:
+        """Penalties are counted on the host, over every token drawn so far."""
+        return any(sequence.params.has_penalties for sequence in self.scheduler.running)
+
+    def _launch(self, batch: ScheduledBatch) -> None:
         try:
-            result = self.runner.execute(batch)
-            num_sampled = len(batch.sampled_entries)
-            if len(result.token_ids) != num_sampled:
-                raise RuntimeError(
-                    f"the runner drew {len(result.token_ids)} tokens for {num_sampled} sequences"
-                )
-            return result
-        except Exception as error:
-            logger.exception("step %d with %d sequences failed", batch.step_id, batch.num_reqs)
-            self._fail(batch, f"step {batch.step_id} failed: {type(error).__name__}: {error}")
-            return None
-        except BaseException:
-            self._fail(batch, f"step {batch.step_id} was interrupted")
-            raise
-        finally:
+            self._in_flight.append((batch, self.runner.launch(batch)))
+        except BaseException as error:
+            self._finish_steps(most_in_flight=0)  # steps end in order
+            self._fail(batch, error)
             self.scheduler.complete(batch)
+            if not isinstance(error, Exception):
+                raise
+
+    def _finish_steps(self, *, most_in_flight: int) -> None:
+        while len(self._in_flight) > most_in_flight:
+            batch, pending = self._in_flight.popleft()
+            try:
+                result = pending.wait()
+                num_sampled = len(batch.sampled_entries)
+                if len(result.token_ids) != num_sampled:
+                    raise RuntimeError(
+                        f"the runner drew {len(result.token_ids)} tokens for {num_sampled} sequences"
+                    )
+                self._accept(batch, result)
+            except BaseException as error:
+                self._fail(batch, error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self.scheduler.complete(batch)
 
     def _accept(self, batch: ScheduledBatch, result: StepResult) -> None:
         drawn = iter(zip(result.token_ids, result.logprobs or [None] * len(result.token_ids), strict=True))
@@ -174,10 +196,15 @@ class EngineCore:
         if finish is not None or choice.streams:
             self._mark_changed(sequence)
 
-    def _fail(self, batch: ScheduledBatch, error: str) -> None:
+    def _fail(self, batch: ScheduledBatch, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            logger.error("step %d with %d sequences failed", batch.step_id, batch.num_reqs, exc_info=error)
+            message = f"step {batch.step_id} failed: {type(error).__name__}: {error}"
+        else:
+            message = f"step {batch.step_id} was interrupted"
         for entry in batch.entries:
             if not entry.is_stale:
-                self._finish(entry.sequence, error=error)
+                self._finish(entry.sequence, error=message)
 
     def _finish(self, sequence: Sequence, *, error: str) -> None:
         self.scheduler.finish(sequence, reason="error", error=error)

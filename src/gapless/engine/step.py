@@ -98,6 +98,23 @@ class StepResult:
     """Position in ``batch.entries`` → what went wrong for that entry alone (for example NaN logits)."""
 
 
+class PendingStep(Protocol):
+    """A step that was launched and may still be running."""
+
+    def wait(self) -> StepResult:
+        """Its tokens, once they are on the host. When it raises, nothing of the step is still running."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step whose result is known already."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
 class StepRunner(Protocol):
     """The engine's view of a model on a device. The facts are fixed when it is built."""
 
@@ -109,8 +126,12 @@ class StepRunner(Protocol):
     max_num_batched_tokens: int
     vocab_size: int
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step and wait for its tokens. When it raises, nothing of the step is still running."""
+    max_steps_ahead: int
+    """Steps that may be launched before the tokens of an earlier one are known; 0: one at a time."""
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Start one step. Entries whose last token the host does not know yet take it from the step launched
+        just before. When it raises, nothing of this step is running."""
 
     def padded_eager(self) -> AbstractContextManager[None]:
         """Within the block every step runs without graphs on its padded size: the oracle of every graph."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gapless.cache.blocks import SINK_BLOCK
-from gapless.engine.step import ScheduledBatch, ScheduledSequence, StepResult, TokenLogprob
+from gapless.engine.step import CompletedStep, ScheduledBatch, ScheduledSequence, StepResult, TokenLogprob
 
 
 def next_token(token_ids: list[int], *, vocab_size: int) -> int:
@@ -42,6 +42,7 @@ class PagedFakeRunner:
         max_num_reqs: int = 8,
         max_num_batched_tokens: int = 32,
         vocab_size: int = 1000,
+        max_steps_ahead: int = 0,
     ) -> None:
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self.max_num_reqs, self.max_num_batched_tokens = max_num_reqs, max_num_batched_tokens
@@ -52,6 +53,12 @@ class PagedFakeRunner:
         self.errors: Callable[[ScheduledBatch], dict[int, str]] | None = None
         self.draw: Callable[[ScheduledSequence, list[int]], int] | None = None
         self.is_shut_down = False
+        self.max_steps_ahead = max_steps_ahead
+        # On the device: tokens drawn that the host may not know yet, by sequence, life and position.
+        self._drawn: dict[tuple[int, int, int], int] = {}
+
+    def launch(self, batch: ScheduledBatch) -> CompletedStep:
+        return CompletedStep(self.execute(batch))
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         check_batch(batch, self)
@@ -61,6 +68,8 @@ class PagedFakeRunner:
         for entry in batch.entries:
             self._write(entry)
         tokens = [self._draw(entry) for entry in batch.sampled_entries]
+        for entry, token in zip(batch.sampled_entries, tokens, strict=True):
+            self._drawn[entry.sequence.arrival, entry.generation, entry.end] = token
         logprobs = [_logprobs(e, t) for e, t in zip(batch.sampled_entries, tokens, strict=True)]
         errors = self.errors(batch) if self.errors is not None else {}
         return StepResult(token_ids=tokens, logprobs=logprobs, errors=errors)
@@ -76,11 +85,18 @@ class PagedFakeRunner:
 
     def _write(self, entry: ScheduledSequence) -> None:
         for position in range(entry.start, entry.end):
-            self.slots[self._slot(entry, position)] = entry.sequence.token_ids[position]
+            self.slots[self._slot(entry, position)] = self._token(entry, position)
+
+    def _token(self, entry: ScheduledSequence, position: int) -> int:
+        known = entry.sequence.token_ids
+        if position < len(known):
+            return known[position]
+        return self._drawn[entry.sequence.arrival, entry.generation, position]
 
     def _draw(self, entry: ScheduledSequence) -> int:
         read = [self.slots[self._slot(entry, position)] for position in range(entry.end)]
-        assert read == entry.sequence.token_ids[: entry.end], "the cache holds another sequence's tokens"
+        expected = [self._token(entry, position) for position in range(entry.end)]
+        assert read == expected, "the cache holds another sequence's tokens"
         if self.draw is not None:
             return self.draw(entry, read)
         return next_token(read, vocab_size=self.vocab_size)
