@@ -57,7 +57,7 @@ class Snapshot:
         self.values: dict[str, Any] = {}
         self.is_complete = True
         self._owned: list[Tensor] = []
-        self._objects: list[tuple[str, Tensor]] = []
+        self._objects: dict[str, Tensor] = {}
         walk = _Walk()
         for name, leaf in walk.leaves(roots):
             if isinstance(leaf, Tensor):
@@ -101,7 +101,7 @@ class Snapshot:
 
     def tensor(self, name: str) -> Tensor:
         """The live tensor of a name, for saving and restoring its contents."""
-        return next(tensor for found, tensor in self._objects if found == name)
+        return self._objects[name]
 
     def forget(self) -> None:
         """Let go of every tensor; the records stay. For memory that is about to be released."""
@@ -121,7 +121,7 @@ class Snapshot:
             layout=(tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)),
             version=-1 if tensor.is_inference() else tensor._version,
         )
-        self._objects.append((name, tensor))
+        self._objects[name] = tensor
         if own:
             # A parameter's ``.data`` can be exchanged under it; the alias holds the memory itself.
             self._owned.append(tensor.detach())

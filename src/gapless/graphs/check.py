@@ -57,10 +57,11 @@ class CheckTarget:
 def check(target: CheckTarget, *, seed: int = 0, tolerance: float | None = None) -> CheckReport:
     """Run every check on ``target``. Later runs are as before: state, generators and ledger are put back."""
     report = CheckReport(name=target.name)
-    if not target.descriptors:
-        report.add("capture", target.name, "", "nothing was captured", skipped=True)
-        return report
     checker = _Checker(target, report, seed=seed, tolerance=tolerance)
+    checker.check_failures()
+    if not target.descriptors:
+        report.add("capture", target.name, "", "nothing is captured", skipped=True)
+        return report
     device = target.runner.store.device
     gpus = [device.torch_device] if device.torch_device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), torch.no_grad(), device.stream_scope(), _no_traffic(target):
@@ -80,7 +81,6 @@ class _Checker:
 
     def run(self) -> None:
         addresses = self._static_addresses()
-        self._check_failures()
         self._check_addresses("addresses")
         for descriptor in self._target.descriptors:
             self._check_lookup(descriptor)
@@ -97,7 +97,7 @@ class _Checker:
         detail = f"{', '.join(moved)} moved" if moved else None
         self._report.add("static inputs", self._target.name, "", detail)
 
-    def _check_failures(self) -> None:
+    def check_failures(self) -> None:
         for failure in self._runner.store.failures:
             if failure.key.phase is self._runner.phase:
                 self._report.add("capture", self._target.name, str(failure.key.descriptor), failure.message)

@@ -25,7 +25,7 @@ from gapless.graphs.call_template import Call, CallTemplate
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.outputs import OutputDims
-from gapless.graphs.probe import Findings, Probe, kept_state
+from gapless.graphs.probe import Findings, KeptState, Probe
 from gapless.graphs.real_sizes import RealSizes
 from gapless.graphs.runner import GraphRunner
 from gapless.graphs.samples import Samples
@@ -103,12 +103,12 @@ class Generation:
         Raises ``GraphError`` for a callable that graphs cannot run right, with nothing left behind.
         """
         try:
-            with torch.inference_mode(False), kept_state(self.roots) as is_kept:
-                if not is_kept:
-                    self._decide(
-                        "state", "kept", "advanced", "it is too large to be saved during the captures"
-                    )
-                self._capture(strategy, outputs, checks_padding, on_progress)
+            with torch.inference_mode(False):
+                state = KeptState(self.roots)
+                try:
+                    self._capture(strategy, outputs, checks_padding, on_progress, state)
+                finally:
+                    state.restore()
         except BaseException:
             self.release()
             raise
@@ -140,7 +140,8 @@ class Generation:
         expected = self.findings.side_effects if self.findings is not None else ()
         own = {text.partition(":")[0] for text in expected}
         found = self._snapshot.changes_to(Snapshot(self.roots))
-        return [change for change in found if change.kind != "new" and change.name not in own]
+        # A container that grew (a cache of other sizes) is no change to what graphs read.
+        return [c for c in found if c.kind != "new" and c.name not in own and not c.name.startswith("len(")]
 
     def state_tensors(self) -> list[Tensor]:
         """The memory outside the graphs that a run writes in place."""
@@ -169,6 +170,7 @@ class Generation:
         outputs: Sequence[OutputDims] | None,
         checks_padding: bool,
         on_progress: Callable[[int, int], None] | None,
+        state: KeptState,
     ) -> None:
         findings = Probe(
             self.fn,
@@ -177,9 +179,13 @@ class Generation:
             device=self.device,
             max_sizes=self.buckets.max_sizes,
             roots=self.roots,
+            state=state,
         ).run(declared=outputs, checks_padding=checks_padding)
         self.findings = findings
         self.strategy = self._choose(strategy, findings)
+        if findings.state and not state.is_kept:
+            reason = "it writes more in place than can be saved: warm-up shows in it, padding is not compared"
+            self._decide("state", "restored", "advanced", reason)
         for effect in findings.side_effects:
             self._decide("side effect", "every call", "capture only", f"{effect}; a replay runs no Python")
         self._runner = self._make_runner(findings)

@@ -23,7 +23,6 @@ from gapless.graphs.audit import Snapshot
 from gapless.graphs.breakable import activate
 from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.call_template import CallTemplate
-from gapless.graphs.capture import capture_pass
 from gapless.graphs.compare import bounded_mismatch
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device.base import GraphDevice
@@ -67,9 +66,11 @@ class Probe:
         device: GraphDevice,
         max_sizes: Mapping[str, int],
         roots: Mapping[str, object],
+        state: KeptState,
     ) -> None:
+        """``state`` is put back before each run, so that all of them start alike."""
         self._fn, self._template, self._samples = fn, template, samples
-        self._device, self._roots = device, roots
+        self._device, self._roots, self._state = device, roots, state
         # Two sizes are needed to see what is dynamic, also where only size 1 is captured.
         self._padded = {symbol: max(size, 2) for symbol, size in max_sizes.items()}
         self._inputs = StaticInputs(template.fields, max_sizes=self._padded, torch_device=device.torch_device)
@@ -80,7 +81,7 @@ class Probe:
         """Raises ``GraphError`` for what graphs cannot do right."""
         real = smaller_than(self._padded)
         values = self._samples.repeated(real)
-        with torch.no_grad(), capture_pass(self._device):
+        with torch.no_grad(), self._device.stream_scope():
             random_before = random_state(self._device)
             padded = self._observe(values, self._padded, real)
             draws = not torch.equal(random_before, random_state(self._device))
@@ -93,14 +94,16 @@ class Probe:
         _refuse_rebinding(first, second)
         _refuse_rebinding(second, third)
         outputs = OutputPlan.infer(runs, declared)
-        if checks_padding and not draws:
+        state = tuple(second.written(third))
+        # Runs that start from different states cannot be compared.
+        if checks_padding and not draws and (self._state.is_kept or not state):
             _check_padding(outputs, padded, plain)
         return Findings(
             outputs=outputs,
             break_names=tuple(self._breaks.names),
             reads_real_sizes=self._reads_real_sizes,
             draws_random_numbers=draws,
-            state=tuple(second.written(third)),
+            state=state,
             # What a second run of one size still changes is no cache that was filled.
             side_effects=tuple(str(c) for c in second.changes_to(third) if c.kind == "value"),
             fills_caches=any(c.kind == "new" for c in first.changes_to(second)),
@@ -116,6 +119,7 @@ class Probe:
     def _observe(
         self, values: Mapping[str, Tensor], sizes: Mapping[str, int], real: Mapping[str, int]
     ) -> Observed:
+        self._state.restore()
         views = self._inputs.transient_views(sizes)
         self._inputs.load_on_device(views, values)
         versions = {name: view._version for name, view in views.tensors.items()}
@@ -133,34 +137,37 @@ class Probe:
         return Observed(observed.sizes, leaves, observed.structure)
 
 
-@contextmanager
-def kept_state(roots: Mapping[str, object]) -> Iterator[bool]:
-    """Put reachable tensors that are no parameters back to their contents after the block.
+class KeptState:
+    """Contents of the reachable tensors that are no parameters, to be put back after runs that do not count.
 
-    Yields False, and keeps nothing, when they are larger than ``MAX_SAVED_BYTES``.
+    Nothing is kept when they are larger than ``MAX_SAVED_BYTES``.
     """
-    snapshot = Snapshot(roots)
-    state = {
-        record.address: tensor
-        for name, record in snapshot.tensors.items()
-        if not isinstance(tensor := snapshot.tensor(name), torch.nn.Parameter) and not tensor.is_inference()
-    }
-    if sum(tensor.nbytes for tensor in state.values()) > MAX_SAVED_BYTES:
-        yield False
-        return
-    with saved_contents(list(state.values())):
-        yield True
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        snapshot = Snapshot(roots)
+        tensors = {snapshot.tensors[name].address: snapshot.tensor(name) for name in snapshot.tensors}
+        state = [
+            t for t in tensors.values() if not isinstance(t, torch.nn.Parameter) and not t.is_inference()
+        ]
+        self.is_kept = sum(tensor.nbytes for tensor in state) <= MAX_SAVED_BYTES
+        self._saved = [(tensor, tensor.detach().clone()) for tensor in state] if self.is_kept else []
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, contents in self._saved:
+                if tensor.shape == contents.shape:
+                    tensor.detach().copy_(contents)
 
 
 @contextmanager
 def saved_contents(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the contents of ``tensors`` after the block, where the block changed them."""
-    saved = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
+    """Restore the contents of ``tensors`` after the block."""
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, _, contents in saved:
+            for tensor, contents in saved:
                 tensor.detach().copy_(contents)
 
 
