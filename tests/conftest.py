@@ -9,6 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined, its own library included: before anything imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from gapless.graphs.device.emulated import EmulatedDevice
 
 
