@@ -21,6 +21,7 @@ RANKS = {
     "errors": 0,
     "env": 0,
     "graphs": 1,
+    "kernels": 2,
     "config": 2,
     "config_sources": 2,
     "models": 3,

@@ -113,8 +113,22 @@ class Attention(nn.Module):
         """Attach backend and cache. Graphs captured before a rebind are invalid; the engine binds once."""
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
 
-    def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
-        """``[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]``; reads the live batch from the forward context."""
+    @property
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of this layer. Raises ``GraphError`` before ``bind``."""
+        if self.k_cache is None or self.v_cache is None:
+            raise GraphError(
+                f"attention layer {self.layer_index} has no cache: call bind() before the first step"
+            )
+        return self.k_cache, self.v_cache
+
+    def forward(
+        self, query_THD: Tensor, key_TKD: Tensor | None = None, value_TKD: Tensor | None = None
+    ) -> Tensor:
+        """``[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]``; reads the live batch from the forward context.
+
+        Without keys and values: the caller has written them to the cache at this step's slots.
+        """
         out_THD = torch.empty_like(query_THD)
         if torch.compiler.is_compiling():
             attention_layer(query_THD, key_TKD, value_TKD, out_THD, self.layer_name)
@@ -129,7 +143,7 @@ _serials = itertools.count()
 
 @register_custom_op(mutates_args=["out_THD"])
 def attention_layer(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, out_THD: Tensor, layer_name: str
+    query_THD: Tensor, key_TKD: Tensor | None, value_TKD: Tensor | None, out_THD: Tensor, layer_name: str
 ) -> None:
     """``Attention.forward`` of the layer called ``layer_name``, into ``out_THD``. It also writes the layer's
     cache, which the schema cannot say and no traced code looks at."""
@@ -142,13 +156,14 @@ def attention_layer(
 
 
 @eager_break
-def _attend(layer: Attention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, out_THD: Tensor) -> None:
+def _attend(
+    layer: Attention, query_THD: Tensor, key_TKD: Tensor | None, value_TKD: Tensor | None, out_THD: Tensor
+) -> None:
     metadata = get_forward_context().batch
-    if layer.backend is None or layer.k_cache is None or layer.v_cache is None:
-        raise GraphError(
-            f"attention layer {layer.layer_index} has no cache: call bind() before the first step"
-        )
-    layer.backend.write_kv(key_TKD, value_TKD, layer.k_cache, layer.v_cache, metadata.slot_mapping)
+    k_cache, v_cache = layer.caches
+    assert layer.backend is not None
+    if key_TKD is not None and value_TKD is not None:
+        layer.backend.write_kv(key_TKD, value_TKD, k_cache, v_cache, metadata.slot_mapping)
     layer.backend.attend(
-        query_THD, layer.k_cache, layer.v_cache, out_THD, metadata, scale=layer.scale, window=layer.window
+        query_THD, k_cache, v_cache, out_THD, metadata, scale=layer.scale, window=layer.window
     )

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless.attention.base import Attention
+from gapless.kernels.select import has_fused_kernels
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
+from gapless.models.fused import fused_layers
 from gapless.models.layers import (
     HeadNorm,
     Linear,
@@ -70,6 +72,8 @@ class Decoder(nn.Module):
         self.rope_P2F: Tensor
         table_P2F = rope_table(config.rope, max_positions=max_positions, dtype=dtype, device=device)
         self.register_buffer("rope_P2F", table_P2F, persistent=False)
+        self.has_fused_kernels = has_fused_kernels(device)
+        """Whether ``layers`` takes the path of ``fused.py``."""
         self.eval()
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
@@ -78,6 +82,8 @@ class Decoder(nn.Module):
 
     def layers(self, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``."""
+        if self.has_fused_kernels:
+            return fused_layers(self, hidden_TE, positions_T)
         cos_T1F, sin_T1F = self.rope_P2F.index_select(0, positions_T).split(1, dim=1)
         for block in self.blocks:
             hidden_TE = block(hidden_TE, cos_T1F, sin_T1F)
@@ -85,7 +91,11 @@ class Decoder(nn.Module):
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""
-        return self.lm_head(hidden_RE).float()
+        return self.raw_logits(hidden_RE).float()
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """``[R, E] -> [R, V]`` in the model's dtype, for a caller that widens them itself."""
+        return self.lm_head(hidden_RE)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Logits of every token; the engine calls the three parts instead."""

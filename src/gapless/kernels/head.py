@@ -1,0 +1,60 @@
+"""The end of a greedy step: float32 logits and the best token of each row, in two kernels.
+
+The first splits each row over many programs, which also write the float32 logits; the second picks among the
+chunks. Both write straight into the caller's buffers. ``R`` sampled rows, ``V`` vocabulary, ``C`` chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gapless.errors import ConfigError
+from gapless.graphs.ops import register_custom_op
+from gapless.kernels.select import kernels, next_power_of_2
+
+MAX_VOCAB_SIZE = 1 << 24
+
+
+@register_custom_op(mutates_args=["logits_RV", "tokens_R"])
+def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: int) -> None:
+    """``logits_RV`` = ``raw_RV`` as float32; ``tokens_R`` (int64) = its best index, the lowest among equals,
+    or ``invalid`` where the row holds a NaN."""
+    num_rows, size = raw_RV.shape
+    if size > MAX_VOCAB_SIZE:
+        raise ConfigError(f"the fused head handles vocabularies of up to {MAX_VOCAB_SIZE}, not {size}")
+    if num_rows == 0:
+        return
+    assert raw_RV.stride(1) == logits_RV.stride(1) == tokens_R.stride(0) == 1
+    tile = _tile(num_rows, size)
+    num_chunks = -(-size // tile)
+    best_RC = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=raw_RV.device)
+    index_RC = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=raw_RV.device)
+    kernels().best_of_chunk_kernel[(num_rows, num_chunks)](
+        raw_RV,
+        logits_RV,
+        best_RC,
+        index_RC,
+        raw_RV.stride(0),
+        logits_RV.stride(0),
+        SIZE=size,
+        TILE=tile,
+        num_warps=min(max(tile // 256, 1), 8),
+    )
+    chunks_pad = next_power_of_2(num_chunks)
+    kernels().best_of_row_kernel[(num_rows,)](
+        best_RC,
+        index_RC,
+        tokens_R,
+        INVALID=invalid,
+        NUM_CHUNKS=num_chunks,
+        CHUNKS_PAD=chunks_pad,
+        num_warps=min(max(chunks_pad // 256, 1), 8),
+    )
+
+
+def _tile(num_rows: int, size: int) -> int:
+    """Chunks that spread one row over the whole GPU; larger ones where there are rows enough to fill it."""
+    wanted = 1024 if num_rows <= 2 else 2048 if num_rows <= 8 else 4096
+    # The second kernel holds one value per chunk: keep that a small tile for huge vocabularies.
+    return min(max(wanted, next_power_of_2(size) // 4096), next_power_of_2(size))

@@ -1,0 +1,75 @@
+"""RMS norm, alone or together with the residual addition before it.
+
+Both operators are functional: the residual stream gets a new tensor at each addition, which costs nothing in
+a graph (the pool hands the old one's memory to the next) and leaves static inputs untouched. ``T`` tokens,
+``E`` hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gapless.errors import ConfigError
+from gapless.graphs.ops import register_custom_op
+from gapless.kernels.select import kernels, next_power_of_2
+
+MAX_SIZE = 65536
+"""A row is one program's tile."""
+
+
+@register_custom_op(out_shape="hidden_TE")
+def fused_rms_norm(hidden_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """``[T, E] -> [T, E]``: ``hidden / rms(hidden) * weight``, one rounding at the end."""
+    normed_TE = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype, device=hidden_TE.device)
+    _launch(None, hidden_TE, weight_E, None, normed_TE, eps)
+    return normed_TE
+
+
+def _fake(update_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return residual_TE.new_empty(residual_TE.shape), residual_TE.new_empty(residual_TE.shape)
+
+
+@register_custom_op(fake=_fake)
+def fused_add_rms_norm(
+    update_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``(residual + update, norm of that sum)``. The sum is rounded before it is normed, as in two steps."""
+    sum_TE, normed_TE = _fake(update_TE, residual_TE, weight_E, eps)
+    _launch(update_TE, residual_TE, weight_E, sum_TE, normed_TE, eps)
+    return sum_TE, normed_TE
+
+
+def _launch(
+    update_TE: Tensor | None,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    sum_TE: Tensor | None,
+    normed_TE: Tensor,
+    eps: float,
+) -> None:
+    num_tokens, size = residual_TE.shape
+    if size > MAX_SIZE:
+        raise ConfigError(f"the fused norm handles rows of up to {MAX_SIZE} elements, not {size}")
+    if num_tokens == 0:
+        return
+    size_pad = next_power_of_2(size)
+    kernels().rms_norm_kernel[(num_tokens,)](
+        residual_TE if update_TE is None else update_TE,
+        residual_TE,
+        weight_E,
+        normed_TE if sum_TE is None else sum_TE,
+        normed_TE,
+        size if update_TE is None else update_TE.stride(0),
+        residual_TE.stride(0),
+        eps,
+        SIZE=size,
+        SIZE_PAD=size_pad,
+        HAS_UPDATE=update_TE is not None,
+        num_warps=_num_warps(size_pad, residual_TE.element_size()),
+    )
+
+
+def _num_warps(size_pad: int, itemsize: int) -> int:
+    """One 16-byte access per thread and tensor where that gives 1 to 16 warps."""
+    return min(max(size_pad * itemsize // (16 * 32), 1), 16)

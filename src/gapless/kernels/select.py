@@ -1,0 +1,41 @@
+"""Where the fused kernels run, and the one import of Triton.
+
+Triton is imported at the first launch only, so a program on a CPU never pays for it and needs no
+installation. A CUDA device without Triton keeps the torch forward and says so once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from types import ModuleType
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def has_fused_kernels(device: torch.device) -> bool:
+    """Whether a model on ``device`` should use the fused kernels."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """The module of Triton kernels, ``jit.py``."""
+    from gapless.kernels import jit
+
+    return jit
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    logger.warning("Triton is not installed: the model runs on unfused torch operations; install triton")
+    return False

@@ -1,0 +1,111 @@
+"""Compiles the fused kernels for a Hopper GPU, without one, as the operators launch them; prints one line of
+JSON per launch with what the assembler reports and the widest memory accesses.
+
+Run by ``test_compiled_kernels.py`` in a process of its own, where Triton is not interpreting.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gapless.kernels import activation, head, jit, norm, rope_cache
+from kernel_oracles import make_rope, poisoned_caches
+
+TYPE_NAMES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class CompilingKernels:
+    """Stands in for the module of kernels: a launch compiles and notes what came out."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Launcher(getattr(jit, name))
+
+
+class Launcher:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+            report = compile_launch(self.kernel, args, constants, num_warps)
+            print(json.dumps({"kernel": self.kernel.__name__, "grid": grid, **report}))
+
+        return launch
+
+
+def compile_launch(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int
+) -> dict[str, Any]:
+    signature: dict[str, str] = {}
+    aligned = []
+    for name, value in zip(kernel.arg_names, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            signature[name] = TYPE_NAMES[value.dtype]
+            aligned.append(name)
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                aligned.append(name)
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    places = {name: index for index, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(places[name],): value for name, value in constants.items()},
+        attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    accesses = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    width = {
+        kind: max((int(v or 1) * int(bits) for k, v, bits in accesses if k == kind), default=0)
+        for kind in ("ld", "st")
+    }
+    return {
+        "num_warps": num_warps,
+        "shared_bytes": compiled.metadata.shared,
+        "load_bits": width["ld"],
+        "store_bits": width["st"],
+    }
+
+
+def main() -> None:
+    kernels = CompilingKernels()
+    for module in (norm, activation, head, rope_cache):
+        module.kernels = lambda: kernels  # type: ignore[attr-defined]
+    for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 64)):
+        for size in (576, 4096):
+            hidden, weight = torch.zeros(num_tokens, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+            norm.fused_rms_norm(hidden, weight, 1e-5)
+            norm.fused_add_rms_norm(hidden, hidden, weight, 1e-5)
+            activation.fused_silu_mul(torch.zeros(num_tokens, 2 * size, dtype=dtype))
+        for num_heads, num_kv_heads, head_size in ((9, 3, 64), (16, 8, 128), (8, 8, 80)):
+            columns = (num_heads + 2 * num_kv_heads) * head_size
+            qkv = torch.zeros(num_tokens, columns, dtype=dtype)
+            rope = make_rope(head_size, num_positions=4, dtype=dtype)
+            index = torch.zeros(num_tokens, dtype=torch.int32)
+            weight = torch.zeros(num_heads + num_kv_heads, head_size, dtype=dtype)
+            caches = poisoned_caches(2, 16, num_kv_heads, head_size, dtype=dtype)
+            rope_cache.rotate_into_cache(qkv, weight, 1e-6, rope, index, index, *caches)
+            rope_cache.rotate_heads(qkv, None, 1e-6, rope, index, num_kv_heads)
+        raw = torch.zeros(num_tokens, 151936, dtype=dtype)
+        head.finish_greedy(raw, raw.float(), torch.zeros(num_tokens, dtype=torch.int64), -1)
+
+
+if __name__ == "__main__":
+    main()
