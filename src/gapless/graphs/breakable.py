@@ -57,7 +57,8 @@ class ProgramRecorder:
         self._device, self._pool = device, pool
         self._program = Program()
         self._num_ended = 0
-        self._fill_slots: Callable[[], None] | None = None
+        self._waiting: list[Callable[[], None]] = []
+        """What has been recorded and not been run, in order; a body that needs real data runs it first."""
         self._broken_at: str | None = None
 
     @property
@@ -76,15 +77,28 @@ class ProgramRecorder:
     def begin(self) -> None:
         self._device.begin_segment(self._pool)
 
-    def run_break(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the segment, run ``body`` on real data, begin the next one; returns slots for its results."""
+    def run_break(
+        self,
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        shapes: Callable[..., Any] | None = None,
+    ) -> Any:
+        """End the segment, run ``body`` on real data, begin the next one; returns slots for its results.
+
+        ``shapes`` returns tensors that look like the results and hold anything: then ``body`` is not run, and
+        nothing before it has to be.
+        """
         name = f"{body.__module__}.{body.__qualname__}"
         if self._broken_at is not None:
             raise GraphError(f"break {name} was reached after break {self._broken_at} had raised")
-        self._end_and_replay()
+        self._end_segment()
         self._broken_at = name  # until the next segment is open; an exception below leaves it set
+        if shapes is None:
+            self._catch_up()
         with activate(None):
-            result = body(*args, **kwargs)
+            result = (shapes or body)(*args, **kwargs)
         spec = ResultSpec.of(name, result, self._device.torch_device)
         kept = _KeptArguments(args, kwargs, keep=self._keep)
         self._device.begin_segment(self._pool)
@@ -104,34 +118,37 @@ class ProgramRecorder:
         )
         step = EagerStep(name=name, body=body, args=kept.args, kwargs=kept.kwargs, handoff=handoff)
         self._program.add_eager(step)
-        # Recording is on again, so this copy waits until just before the new segment is replayed.
-        self._fill_slots = functools.partial(handoff.fill, kept.substitute(result))
+        # Recording is on again, so even a copy of what is there has to wait.
+        fill = functools.partial(handoff.fill, kept.substitute(result))
+        self._waiting.append(fill if shapes is None else step.run)
         return pytree.tree_unflatten(slots, spec.structure)
 
     def finish(self) -> Program:
         """End the last segment. It first runs at the first replay: nothing reads its results before."""
         if self._broken_at is not None:
             raise GraphError(f"break {self._broken_at} raised and the forward went on without it")
-        self._program.add_segment(self._device.end_segment())
-        self._fill_slots = None
+        self._end_segment()
+        self._waiting.clear()
         return self._program
 
     def abandon(self) -> None:
         """After an exception: drop the open segment and everything recorded before it."""
-        self._fill_slots = None
+        self._waiting.clear()
         self._device.abandon_segment()
         self._program.reset()
 
-    def _end_and_replay(self) -> None:
+    def _end_segment(self) -> None:
         segment = self._device.end_segment()
         self._num_ended += 1
-        is_empty = segment.num_nodes == 0
+        if segment.num_nodes != 0:
+            self._waiting.append(segment.replay)
         self._program.add_segment(segment)
-        if self._fill_slots is not None:
-            self._fill_slots()
-            self._fill_slots = None
-        if not is_empty:
-            segment.replay()
+
+    def _catch_up(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        with activate(None):
+            for run in waiting:
+                run()
 
     def _kept_slot(self, slot: Tensor, kept: _KeptArguments) -> Tensor:
         return kept.of(slot) if kept.has(slot) else self._device.alias(slot)
@@ -164,6 +181,21 @@ class _KeptArguments:
     def substitute(self, result: Any) -> Any:
         """``result`` as a replay would return it: with the kept form of the body's own arguments."""
         return pytree.tree_map_only(Tensor, lambda leaf: self._by_id.get(id(leaf), leaf), result)
+
+
+def deferred_break(body: Callable[P, R], shapes: Callable[P, R]) -> Callable[P, R]:
+    """A break whose results' shapes are known without running it, so that a capture computes nothing.
+
+    ``shapes`` takes the same arguments and returns tensors of the right shape that hold anything.
+    """
+
+    def call_or_break(*args: P.args, **kwargs: P.kwargs) -> R:
+        recorder = _active.recorder
+        if recorder is None:
+            return body(*args, **kwargs)
+        return recorder.run_break(body, args, kwargs, shapes=shapes)
+
+    return call_or_break
 
 
 def active_recorder() -> ProgramRecorder | None:

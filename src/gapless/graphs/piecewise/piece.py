@@ -3,7 +3,8 @@
 A piece lives in three stages. *Compile*: it runs the general code (also the warm-up of each size). *Capture*:
 while a capture is open, running it records it into the open segment; on the emulated device compiled code is
 one node. *Replay*: its segment belongs to a ``Program`` and runs without it. A split part runs eagerly: a
-piecewise capture breaks there, a full capture records straight through. What a split op returns is copied
+piecewise capture breaks there (without running it: fake kernels tell the shapes), a full capture records
+straight through. What a split op returns is copied
 into a slot of the pool before the next piece reads it, so a piece never depends on where an eager op found
 memory. Read ``breakable.py`` and ``handoff.py`` for breaks and slots, ``backend.py`` for who puts this
 together.
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, fx
 
 from gapless.errors import CaptureError, StaleAddressError
-from gapless.graphs.breakable import active_recorder, eager_break
+from gapless.graphs.breakable import active_recorder, deferred_break
 from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.device.shapes import ResultSpec, ShapeInference, leaves_of, nest_like
 from gapless.graphs.ops import implementation_of
 from gapless.graphs.piecewise.compilers import CompiledPiece
 
@@ -55,17 +57,30 @@ class SplitPart:
 
     def __init__(self, name: str, graph: fx.GraphModule, ops: tuple[str, ...]) -> None:
         self.name, self.ops = name, ops
-        _call_implementations(graph)
-        run = graph.forward
+        self._abstract = graph.forward
+        self._inference = ShapeInference()
+        run = _past_dispatcher(graph).forward
 
         def body(*args: Any) -> Any:
             return run(*args)
 
         body.__module__, body.__qualname__ = name, "+".join(ops)
-        self._run = eager_break(body)
+        self._run = deferred_break(body, self._shapes)
 
     def __call__(self, *args: Any) -> Any:
         return self._run(*args)
+
+    def _shapes(self, *args: Any) -> Any:
+        """Results as the ops' fake kernels describe them, with anything in them."""
+        specs = self._inference.infer_call(self._abstract, args)
+        device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
+
+        def make(spec: Any) -> Any:
+            if not isinstance(spec, ResultSpec):
+                return spec
+            return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=device)
+
+        return nest_like(specs, [make(spec) for spec in leaves_of(specs)])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,15 +161,18 @@ def _addresses(args: tuple[Any, ...]) -> tuple[int | None, ...]:
     return tuple(arg.data_ptr() if isinstance(arg, Tensor) else None for arg in args)
 
 
-def _call_implementations(graph: fx.GraphModule) -> None:
-    """Call our own ops past the dispatcher, so that a full capture records what they do inside."""
-    for node in graph.graph.nodes:
+def _past_dispatcher(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with direct calls of our own ops, so that a full capture records what they do inside."""
+    direct = fx.Graph()
+    output = direct.graph_copy(graph.graph, {})
+    direct.output(output)
+    for node in direct.nodes:
         target: Any = node.target
         overload = target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
         implementation = implementation_of(overload) if node.op == "call_function" else None
         if implementation is not None:
             node.target = implementation
-    graph.recompile()
+    return fx.GraphModule(graph, direct)
 
 
 def _readable(node: fx.Node) -> str:
