@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
 import sys
 import time
@@ -27,7 +28,10 @@ import torch
 
 from gapless import LLM, SamplingParams
 from gapless.cli.environment import cpu_name, num_cores
-from gapless.models.registry import load_model
+from gapless.models.decoder import Decoder
+from gapless.models.gguf import gguf_decoder_config, load_gguf
+from gapless.models.gguf_file import GGUFFile
+from gapless.models.registry import find_smollm2
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -52,6 +56,7 @@ class Run:
 
 def main() -> None:
     arguments = parse_arguments()
+    load_before = os.getloadavg()[0]
     torch.manual_seed(0)
     reference = transformers_copy()
     llm = LLM("smollm2", device="cpu", dtype="float32")
@@ -73,7 +78,8 @@ def main() -> None:
                 runs[name, size].append(system(batch, arguments.max_tokens))
         print(f"repeat {repeat + 1} of {arguments.repeats} done", file=sys.stderr)
 
-    result = summarize(runs, arguments, num_eager=sum(row["count"] for row in llm.report()["eager"]))
+    num_eager = sum(row["count"] for row in llm.report()["eager"])
+    result = summarize(runs, arguments, num_eager=num_eager, load_before=load_before)
     llm.shutdown()
     print_table(result)
     text = json.dumps(result)
@@ -101,8 +107,10 @@ def transformers_copy() -> Any:
     """Transformers' model of the same config, with copies of the tensors that Gapless loads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = load_model("smollm2", dtype="float32", device=torch.device("cpu")).model
-    config = model.config
+    file = GGUFFile.open(find_smollm2())
+    config = gguf_decoder_config(file)
+    model = Decoder(config, max_positions=1, dtype=torch.float32, device=torch.device("cpu"))
+    load_gguf(model, file)
     reference = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
@@ -119,7 +127,7 @@ def transformers_copy() -> Any:
             eos_token_id=None,
         )
     )
-    tensors = {name: target.tensor.clone() for name, target in model.weight_targets().items()}
+    tensors = {name: target.tensor.detach().clone() for name, target in model.weight_targets().items()}
     lost = reference.load_state_dict(tensors, strict=False)
     if lost.unexpected_keys or set(lost.missing_keys) - {"lm_head.weight"}:
         raise RuntimeError(f"the weights do not fit: {lost}")
@@ -188,7 +196,11 @@ class DecodeClock:
 
 
 def summarize(
-    runs: dict[tuple[str, str], list[Run]], arguments: argparse.Namespace, *, num_eager: int
+    runs: dict[tuple[str, str], list[Run]],
+    arguments: argparse.Namespace,
+    *,
+    num_eager: int,
+    load_before: float,
 ) -> dict[str, Any]:
     rows = []
     for (system, size), found in runs.items():
@@ -222,6 +234,7 @@ def summarize(
             "cpu": cpu_name(),
             "cores": num_cores(),
             "threads": torch.get_num_threads(),
+            "load_average_before": round(load_before, 2),
             "versions": {name: metadata.version(name) for name in ("gapless", "torch", "transformers")},
         },
     }

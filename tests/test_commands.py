@@ -201,7 +201,6 @@ def test_bad_requests_fail_alone_with_a_reason(generate, tiny):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (["--cuda-graph-backend-prefill", "tc_piecewise"], "tc_piecewise"),
         (["--cuda-graph-backend-prefill", "fast"], "fast"),
         (["--attention-backend", "flashinfer"], "flashinfer"),
         (["--attention-backend", "warp"], "warp"),
