@@ -20,6 +20,10 @@ if TYPE_CHECKING:
         ModelError,
         RequestError,
     )
+    from gapless.graphs.arguments import Input
+    from gapless.graphs.breakable import eager_break
+    from gapless.graphs.graphed import graphed
+    from gapless.graphs.real_sizes import num_real
     from gapless.llm import LLM
     from gapless.sampling.params import SamplingParams
 
@@ -29,6 +33,7 @@ _HOME = {
     "ConfigError": "gapless.errors",
     "GaplessError": "gapless.errors",
     "GraphError": "gapless.errors",
+    "Input": "gapless.graphs.arguments",
     "LLM": "gapless.llm",
     "Logprob": "gapless.engine.outputs",
     "MemoryLimitError": "gapless.errors",
@@ -36,6 +41,9 @@ _HOME = {
     "RequestError": "gapless.errors",
     "RequestOutput": "gapless.engine.outputs",
     "SamplingParams": "gapless.sampling.params",
+    "eager_break": "gapless.graphs.breakable",
+    "graphed": "gapless.graphs.graphed",
+    "num_real": "gapless.graphs.real_sizes",
 }
 
 __all__ = [
@@ -45,12 +53,16 @@ __all__ = [
     "ConfigError",
     "GaplessError",
     "GraphError",
+    "Input",
     "Logprob",
     "MemoryLimitError",
     "ModelError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "eager_break",
+    "graphed",
+    "num_real",
 ]
 
 

@@ -119,7 +119,11 @@ class Arguments:
 
     def declared(self, path: str) -> Input | None:
         """What was declared for a leaf: under its own name, or for the whole argument."""
-        return self.inputs.get(path) or self.inputs.get(path.partition("[")[0].partition(".")[0])
+        return self.inputs.get(self.declared_name(path))
+
+    def declared_name(self, path: str) -> str:
+        """The name in ``inputs`` that would cover a leaf."""
+        return path if path in self.inputs else path.partition("[")[0].partition(".")[0]
 
     def unflatten(
         self, leaves: list[Any], structure: pytree.TreeSpec

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gapless.graphs.breakable import eager_break
+
 MAX_OBJECTS = 200_000
 """A walk stops here and says so; a forward that reaches more holds data, not parameters."""
 
@@ -52,13 +54,15 @@ class Change:
 class Snapshot:
     """Everything reachable from ``roots`` at one moment."""
 
-    def __init__(self, roots: Mapping[str, object], *, own: bool = False) -> None:
+    def __init__(self, roots: Mapping[str, object], *, own: bool = False, enters_breaks: bool = True) -> None:
+        """``enters_breaks=False`` leaves out what only the bodies of eager breaks can reach: they are not
+        captured."""
         self.tensors: dict[str, TensorRecord] = {}
         self.values: dict[str, Any] = {}
         self.is_complete = True
         self._owned: list[Tensor] = []
         self._objects: dict[str, Tensor] = {}
-        walk = _Walk()
+        walk = _Walk(enters_breaks=enters_breaks)
         for name, leaf in walk.leaves(roots):
             if isinstance(leaf, Tensor):
                 self._record(name, leaf, own=own)
@@ -130,7 +134,8 @@ class Snapshot:
 class _Walk:
     """Depth-first, each container once; names are attribute paths."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enters_breaks: bool) -> None:
+        self._enters_breaks = enters_breaks
         self.num_objects = 0
         self._seen: dict[int, object] = {}
 
@@ -148,6 +153,8 @@ class _Walk:
                 yield name, item
                 continue
             if id(item) in self._seen or isinstance(item, _OPAQUE) or _is_graph_machinery(item):
+                continue
+            if not self._enters_breaks and _is_eager_break(item):
                 continue
             self._seen[id(item)] = item
             if isinstance(item, dict | list | set | deque):
@@ -168,7 +175,14 @@ _FOREIGN = (
 )  # fmt: skip
 """Packages whose objects are machinery, not a model's state."""
 
+_BREAK_CODE = eager_break(_Walk.leaves).__code__
+"""All functions that ``eager_break`` makes share one code object."""
+
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+
+
+def _is_eager_break(item: object) -> bool:
+    return isinstance(item, types.FunctionType) and item.__code__ is _BREAK_CODE
 
 
 def _is_graph_machinery(item: object) -> bool:

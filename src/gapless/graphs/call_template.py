@@ -220,9 +220,9 @@ def _poison_values(declared: Input, dtype: torch.dtype) -> tuple[int | float, ..
 
 
 def _check_declarations(arguments: Arguments, paths: list[str], dynamic: list[_DynamicLeaf]) -> None:
-    found = {leaf.name for leaf in dynamic}
+    found = {arguments.declared_name(leaf.name) for leaf in dynamic}
     for name in arguments.inputs:
-        if not any(path == name or arguments.declared(path) is arguments.inputs[name] for path in found):
+        if name not in found:
             raise ConfigError(
                 f"inputs names {name!r}, but the call has no tensor there; its leaves are {', '.join(paths)}"
             )

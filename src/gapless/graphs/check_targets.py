@@ -83,6 +83,7 @@ def _target(generation: Generation, variants: Sequence[Mapping[str, Any]]) -> Ch
         roots=generation.roots,
         state=generation.state_tensors(),
         audit=generation.changes,
+        live_names=findings.live_names - {effect.partition(":")[0] for effect in findings.side_effects},
         draws_random_numbers=findings.draws_random_numbers,
         variants=run_variants,
     )

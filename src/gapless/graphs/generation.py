@@ -137,11 +137,10 @@ class Generation:
         """What moved or changed since the capture, of everything that graphs read."""
         if self._snapshot is None:
             return []
-        expected = self.findings.side_effects if self.findings is not None else ()
-        own = {text.partition(":")[0] for text in expected}
-        found = self._snapshot.changes_to(Snapshot(self.roots))
+        live = self.findings.live_names if self.findings is not None else frozenset()
+        found = self._snapshot.changes_to(self._take_snapshot())
         # A container that grew (a cache of other sizes) is no change to what graphs read.
-        return [c for c in found if c.kind != "new" and c.name not in own and not c.name.startswith("len(")]
+        return [c for c in found if c.kind != "new" and c.name not in live and not c.name.startswith("len(")]
 
     def state_tensors(self) -> list[Tensor]:
         """The memory outside the graphs that a run writes in place."""
@@ -156,7 +155,7 @@ class Generation:
 
     def own(self) -> None:
         """Keep alive what the graphs read, as it is now."""
-        self._snapshot = Snapshot(self.roots, own=True)
+        self._snapshot = self._take_snapshot(own=True)
 
     def release(self) -> None:
         """Give all memory back: graphs, pool, static inputs, outputs. Safe to call twice."""
@@ -180,6 +179,7 @@ class Generation:
             max_sizes=self.buckets.max_sizes,
             roots=self.roots,
             state=state,
+            enters_breaks=strategy is Strategy.FULL,
         ).run(declared=outputs, checks_padding=checks_padding)
         self.findings = findings
         self.strategy = self._choose(strategy, findings)
@@ -207,6 +207,9 @@ class Generation:
         self._check_lookup()
         self._refuse_leaks()
         self.own()
+
+    def _take_snapshot(self, *, own: bool = False) -> Snapshot:
+        return Snapshot(self.roots, own=own, enters_breaks=self.strategy is Strategy.FULL)
 
     def _choose(self, strategy: Strategy | None, findings: Findings) -> Strategy:
         if strategy is not None:

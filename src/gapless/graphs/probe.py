@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import GraphError
-from gapless.graphs.audit import Snapshot
+from gapless.graphs.audit import Change, Snapshot
 from gapless.graphs.breakable import activate
 from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.call_template import CallTemplate
@@ -49,6 +49,8 @@ class Findings:
     """Reachable tensors that the callable writes in place."""
     side_effects: tuple[str, ...]
     """Python values that a run changed: they will not change at a replay."""
+    live_names: frozenset[str]
+    """Names of values that runs or eager breaks change: another value later is no news."""
     fills_caches: bool
     """A new size makes tensors that stay: each size must run once before its capture, or they would lie in
     the graph's memory."""
@@ -67,10 +69,13 @@ class Probe:
         max_sizes: Mapping[str, int],
         roots: Mapping[str, object],
         state: KeptState,
+        enters_breaks: bool,
     ) -> None:
-        """``state`` is put back before each run, so that all of them start alike."""
+        """``state`` is put back before each run, so that all of them start alike. ``enters_breaks``: a full
+        graph records the bodies of eager breaks like other code."""
         self._fn, self._template, self._samples = fn, template, samples
         self._device, self._roots, self._state = device, roots, state
+        self._enters_breaks = enters_breaks
         # Two sizes are needed to see what is dynamic, also where only size 1 is captured.
         self._padded = {symbol: max(size, 2) for symbol, size in max_sizes.items()}
         self._inputs = StaticInputs(template.fields, max_sizes=self._padded, torch_device=device.torch_device)
@@ -85,29 +90,49 @@ class Probe:
             random_before = random_state(self._device)
             padded = self._observe(values, self._padded, real)
             draws = not torch.equal(random_before, random_state(self._device))
-            first = Snapshot(self._roots)
+            at_largest = self._snapshot()
             runs = [padded, *self._between(values, real)]
             runs.append(plain := self._observe(values, real, real))
-            second = Snapshot(self._roots)
-            self._observe(values, real, real)
-            third = Snapshot(self._roots)
-        _refuse_rebinding(first, second)
-        _refuse_rebinding(second, third)
+            # What a second run of one size still changes is no cache that was filled.
+            self._state.restore()
+            before = self._snapshot()
+            self._observe(values, real, real, restores=False)
+            after = self._snapshot()
+            changes = [*at_largest.changes_to(before), *before.changes_to(after)]
+            live = self._names_changed_by_breaks(values, real) if changes else frozenset()
+        _refuse_rebinding([change for change in changes if change.name not in live])
         outputs = OutputPlan.infer(runs, declared)
-        state = tuple(second.written(third))
+        state = tuple(before.written(after))
         # Runs that start from different states cannot be compared.
         if checks_padding and not draws and (self._state.is_kept or not state):
             _check_padding(outputs, padded, plain)
+        effects = [c for c in before.changes_to(after) if c.kind == "value" and c.name not in live]
         return Findings(
             outputs=outputs,
             break_names=tuple(self._breaks.names),
             reads_real_sizes=self._reads_real_sizes,
             draws_random_numbers=draws,
             state=state,
-            # What a second run of one size still changes is no cache that was filled.
-            side_effects=tuple(str(c) for c in second.changes_to(third) if c.kind == "value"),
-            fills_caches=any(c.kind == "new" for c in first.changes_to(second)),
+            side_effects=tuple(map(str, effects)),
+            live_names=live | {change.name for change in effects},
+            fills_caches=any(c.kind == "new" for c in at_largest.changes_to(before)),
         )
+
+    def _names_changed_by_breaks(
+        self, values: Mapping[str, Tensor], real: Mapping[str, int]
+    ) -> frozenset[str]:
+        """What the bodies of eager breaks change themselves may change: they run at every replay."""
+        if self._enters_breaks or not self._breaks.names:
+            return frozenset()
+        self._breaks.watch = self._snapshot
+        try:
+            self._observe(values, real, real)
+        finally:
+            self._breaks.watch = None
+        return frozenset(self._breaks.changed)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._roots, enters_breaks=self._enters_breaks)
 
     def _between(self, values: Mapping[str, Tensor], real: Mapping[str, int]) -> list[Observed]:
         """With two symbols, the run in which only the first has its real size."""
@@ -117,9 +142,15 @@ class Probe:
         return [self._observe(values, {**self._padded, first: real[first]}, real)]
 
     def _observe(
-        self, values: Mapping[str, Tensor], sizes: Mapping[str, int], real: Mapping[str, int]
+        self,
+        values: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        real: Mapping[str, int],
+        *,
+        restores: bool = True,
     ) -> Observed:
-        self._state.restore()
+        if restores:
+            self._state.restore()
         views = self._inputs.transient_views(sizes)
         self._inputs.load_on_device(views, values)
         versions = {name: view._version for name, view in views.tensors.items()}
@@ -183,15 +214,23 @@ class _BreakNames:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.watch: Callable[[], Snapshot] | None = None
+        """Where set, what bodies change is collected in ``changed``."""
+        self.changed: set[str] = set()
 
     def run_break(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.names.append(f"{body.__module__}.{body.__qualname__}")
         with activate(None):
-            return body(*args, **kwargs)
+            if self.watch is None:
+                return body(*args, **kwargs)
+            before = self.watch()
+            result = body(*args, **kwargs)
+            self.changed |= {change.name for change in before.changes_to(self.watch())}
+            return result
 
 
-def _refuse_rebinding(before: Snapshot, after: Snapshot) -> None:
-    moved = [change for change in before.changes_to(after) if change.kind == "moved"]
+def _refuse_rebinding(changes: Sequence[Change]) -> None:
+    moved = [change for change in changes if change.kind == "moved"]
     if moved:
         names = "; ".join(map(str, moved[:5]))
         raise GraphError(
