@@ -21,6 +21,7 @@ from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.generation import Generation
 from gapless.graphs.graphed_callable import Graphed
 from gapless.graphs.op_log import OpLog
+from gapless.graphs.probe import saved_contents
 from gapless.graphs.real_sizes import RealSizes
 from gapless.graphs.runner import Values
 from gapless.graphs.samples import smaller_than
@@ -50,6 +51,7 @@ def verify_graphed(
 def _target(generation: Generation, variants: Sequence[Mapping[str, Any]]) -> CheckTarget:
     findings, buckets, template = generation.findings, generation.buckets, generation.template
     assert findings is not None
+    state = generation.state_tensors()
 
     def make_values(real: BatchDescriptor, generator: torch.Generator) -> Values:
         sizes = buckets.sizes_of(real)
@@ -68,7 +70,8 @@ def _target(generation: Generation, variants: Sequence[Mapping[str, Any]]) -> Ch
         for changes in variants:
             log = OpLog()
             args, kwargs = template.replaced(changes).fill(values)  # type: ignore[arg-type]
-            with torch.no_grad(), use_forward_context(context_of(descriptor)), log:
+            context = use_forward_context(context_of(descriptor))
+            with torch.no_grad(), saved_contents(state), context, log:
                 findings.outputs.flatten(generation.fn(*args, **kwargs))
             yield ", ".join(f"{name}={value!r:.40}" for name, value in changes.items()), log
 
@@ -81,7 +84,7 @@ def _target(generation: Generation, variants: Sequence[Mapping[str, Any]]) -> Ch
         run_plain=run_plain,
         find=lambda real: generation.find(buckets.sizes_of(real)),
         roots=generation.roots,
-        state=generation.state_tensors(),
+        state=state,
         audit=generation.changes,
         live_names=findings.live_names - {effect.partition(":")[0] for effect in findings.side_effects},
         draws_random_numbers=findings.draws_random_numbers,
@@ -113,7 +116,7 @@ def _check_kept_results(graphed: Graphed, report: CheckReport, *, seed: int) -> 
     generator = torch.Generator().manual_seed(seed + 1)
     log, graphed.log = graphed.log, type(graphed.log)()  # verification is no traffic
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), saved_contents(generation.state_tensors()):
             for bucket in generation.buckets.live_descriptors()[-2:]:
                 sizes = generation.buckets.sizes_of(bucket)
                 first, second = (
