@@ -27,6 +27,7 @@ from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
+from gapless.kernels.head import finish_greedy
 from gapless.models.base import CausalModel
 from gapless.sampling.sampler import sample, sample_unfiltered
 
@@ -228,6 +229,11 @@ class GraphSet:
         return self._model.layers(self._model.embed(input_ids_T), positions_T)
 
     def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
+        if self._model.has_fused_kernels:
+            num_rows = hidden_RE.shape[0]
+            logits_RV, tokens_R = self.logits[:num_rows], self.tokens[:num_rows]
+            finish_greedy(self._model.raw_logits(hidden_RE), logits_RV, tokens_R, INVALID_TOKEN)
+            return logits_RV, tokens_R
         logits_RV = self._model.head(hidden_RE)
         return logits_RV, greedy_or_invalid(logits_RV)
 

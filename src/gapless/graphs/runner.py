@@ -255,7 +255,8 @@ class GraphRunner:
                     f"output {field.name!r} has shape {tuple(result.shape)} where {shape} was declared"
                 )
             target = prefix_of(buffer, shape)
-            target.copy_(result)
+            if not _is_same_memory(result, target):
+                target.copy_(result)
             stored.append(target)
         return tuple(stored)
 
@@ -290,3 +291,12 @@ def prefix_of(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tensor.shape[dim] != size:
             tensor = tensor.narrow(dim, 0, size)
     return tensor
+
+
+def _is_same_memory(result: Tensor, target: Tensor) -> bool:
+    """Whether ``fn`` has written its result where it belongs."""
+    return (
+        result.data_ptr() == target.data_ptr()
+        and result.dtype == target.dtype
+        and result.stride() == target.stride()
+    )

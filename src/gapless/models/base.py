@@ -34,6 +34,8 @@ class CausalModel(Protocol):
     vocabulary."""
 
     info: ModelInfo
+    has_fused_kernels: bool
+    """Whether it runs on the kernels of ``gapless.kernels``; the caller's own last steps then do too."""
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """``[T] int32/int64 -> [T, E]``."""
@@ -43,6 +45,9 @@ class CausalModel(Protocol):
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """``[R, E] -> [R, V]`` logits in the model's dtype."""
 
     def attention_layers(self) -> list:
         """The ``Attention`` modules in layer order."""

@@ -35,8 +35,8 @@ if not torch.cuda.is_available():
     interpreter.InterpreterBuilder.cast_impl = _cast_rounding
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
     """Memory that was never written holds NaN: an element that a kernel leaves out is found."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

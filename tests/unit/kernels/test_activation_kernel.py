@@ -8,6 +8,7 @@ import torch
 from gapless.kernels.activation import fused_silu_mul
 from kernel_oracles import DTYPES, assert_close_to, silu_mul_oracle
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )

@@ -15,6 +15,7 @@ from gapless.errors import ConfigError
 from gapless.kernels.head import finish_greedy
 from kernel_oracles import DTYPES
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )

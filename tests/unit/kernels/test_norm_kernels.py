@@ -16,6 +16,7 @@ from gapless.kernels import norm
 from gapless.kernels.norm import fused_add_rms_norm, fused_rms_norm
 from kernel_oracles import DTYPES, assert_close_to, norm_oracle
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )

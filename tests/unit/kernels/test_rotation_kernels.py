@@ -20,6 +20,7 @@ from kernel_oracles import (
     written_caches,
 )
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )
