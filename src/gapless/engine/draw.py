@@ -8,18 +8,20 @@ seed and the token's index only, never on the row or the size of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
-from gapless.sampling.sampler import apply_penalties, mask_tokens, token_logprobs
 from torch import Tensor
 
 from gapless.engine.graph_set import INVALID_TOKEN, GraphSet, greedy_or_invalid
+from gapless.engine.readback import Readback, ReadbackRing
 from gapless.engine.row_graphs import RowGraphs
-from gapless.engine.step import ScheduledSequence, StepResult, TokenLogprob
+from gapless.engine.step import PendingStep, ScheduledSequence, StepResult, TokenLogprob
 from gapless.graphs.modes import Phase
 from gapless.graphs.report import StepLog
+from gapless.sampling.sampler import apply_penalties, mask_tokens, token_logprobs
 
 _NAN_LOGITS = "the model produced NaN logits for this request"
 
@@ -29,11 +31,13 @@ class TokenDrawer:
 
     def __init__(self, graphs: GraphSet, rows: RowGraphs, log: StepLog) -> None:
         self._graphs, self._rows, self._log = graphs, rows, log
+        self._readback = ReadbackRing(graphs.limits.max_num_reqs, graphs.store.device)
 
-    def draw(self, entries: Seq[ScheduledSequence], positions: Seq[int], greedy_R: Tensor) -> StepResult:
+    def draw(self, entries: Seq[ScheduledSequence], positions: Seq[int], greedy_R: Tensor) -> PendingStep:
         """``entries[r]`` samples from logits row ``r`` and is number ``positions[r]`` of its batch.
 
-        ``greedy_R`` holds the best tokens. Waits for the device: the result is on the host.
+        ``greedy_R`` holds the best tokens. The tokens also stay on the device, in the first rows of the
+        shared buffer, for a next step that is launched before the host has seen them.
         """
         logits_RV = self._graphs.logits[: len(entries)]
         asks_logprobs = any(e.sequence.params.logprobs is not None for e in entries)
@@ -47,21 +51,19 @@ class TokenDrawer:
         if any(not e.sequence.params.is_greedy for e in entries):
             tokens_R = self._sample(entries)
         elif adjusted:
-            tokens_R = greedy_or_invalid(logits_RV)
+            tokens_R = self._graphs.tokens[: len(entries)].copy_(greedy_or_invalid(logits_RV))
         logprobs = None
         if asks_logprobs:
             self._log.count_eager(Phase.SAMPLE, "logprobs")
             logprobs = self._logprobs(entries, raw_RV, tokens_R)
-        token_ids = tokens_R.tolist()
-        errors = {positions[r]: _NAN_LOGITS for r, token in enumerate(token_ids) if token == INVALID_TOKEN}
-        return StepResult(token_ids=token_ids, logprobs=logprobs, errors=errors)
+        return DrawnTokens(self._readback.start(tokens_R), list(positions), logprobs)
 
     def _sample(self, entries: Seq[ScheduledSequence]) -> Tensor:
         params = [e.sequence.params for e in entries]
-        values = {
+        values: dict[str, np.ndarray] = {
             "temperature": np.asarray([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
             "seed": np.asarray([e.sequence.seed for e in entries], np.int64),
-            "index": np.asarray([e.sequence.num_output_tokens for e in entries], np.int32),
+            "index": np.asarray([_output_index(e) for e in entries], np.int32),
         }
         filtered = any(p.top_k > 1 or p.top_p < 1.0 or p.min_p > 0.0 for p in params)
         if not filtered:
@@ -87,25 +89,62 @@ class TokenDrawer:
                 presence_R=torch.tensor([p.presence_penalty for p in params], device=device),
                 frequency_R=torch.tensor([p.frequency_penalty for p in params], device=device),
             )
-        banned = [(r, entries[r].sequence.banned_token_ids) for r in rows]
-        banned = [(r, ids) for r, ids in banned if ids]
+        banned = [(r, ids) for r in rows if (ids := _banned_ids(entries[r]))]
         if banned:
             self._log.count_eager(Phase.SAMPLE, "min_tokens")
             mask_tokens(logits_RV, [(r, sorted(ids)) for r, ids in banned])
 
     def _logprobs(
         self, entries: Seq[ScheduledSequence], logits_RV: Tensor, tokens_R: Tensor
-    ) -> list[list[TokenLogprob] | None]:
+    ) -> Callable[[], list[list[TokenLogprob] | None]]:
+        """Computed now, read when the step is waited for."""
         wanted = [e.sequence.params.logprobs for e in entries]
         most = max(k for k in wanted if k is not None)
-        values, ids, ranks = (t.tolist() for t in token_logprobs(logits_RV, tokens_R.clamp(min=0), most))
-        return [
-            None
-            if k is None
-            else [TokenLogprob(*item) for item in zip(ids[r][: k + 1], values[r], ranks[r], strict=False)]
-            for r, k in enumerate(wanted)
-        ]
+        computed = token_logprobs(logits_RV, tokens_R.clamp(min=0), most)
+
+        def read() -> list[list[TokenLogprob] | None]:
+            values, ids, ranks = (t.tolist() for t in computed)
+            return [
+                None
+                if k is None
+                else [TokenLogprob(*item) for item in zip(ids[r][: k + 1], values[r], ranks[r], strict=False)]
+                for r, k in enumerate(wanted)
+            ]
+
+        return read
+
+
+class DrawnTokens:
+    """A step whose tokens are on their way to the host. Implements ``PendingStep``."""
+
+    def __init__(
+        self,
+        readback: Readback,
+        positions: list[int],
+        logprobs: Callable[[], list[list[TokenLogprob] | None]] | None,
+    ) -> None:
+        self._readback, self._positions, self._logprobs = readback, positions, logprobs
+
+    def wait(self) -> StepResult:
+        token_ids = self._readback.wait()
+        logprobs = None if self._logprobs is None else self._logprobs()
+        errors = {
+            self._positions[r]: _NAN_LOGITS for r, token in enumerate(token_ids) if token == INVALID_TOKEN
+        }
+        return StepResult(token_ids=token_ids, logprobs=logprobs, errors=errors)
+
+
+def _output_index(entry: ScheduledSequence) -> int:
+    """Which output token of its sequence is drawn (from 0), also while earlier ones are unknown here."""
+    return entry.end - entry.sequence.num_prompt_tokens
+
+
+def _banned_ids(entry: ScheduledSequence) -> frozenset[int]:
+    """What would end the choice before ``min_tokens``."""
+    if _output_index(entry) < entry.sequence.params.min_tokens:
+        return entry.sequence.request.stop_token_ids
+    return frozenset()
 
 
 def _needs_adjusting(entry: ScheduledSequence) -> bool:
-    return entry.sequence.params.has_penalties or bool(entry.sequence.banned_token_ids)
+    return entry.sequence.params.has_penalties or bool(_banned_ids(entry))

@@ -85,6 +85,8 @@ class GraphSet:
         )
         self._logits = OutputField(name="logits", dim="rows", row_shape=(model.info.vocab_size,))
         self._tokens = OutputField(name="tokens", dim="rows", dtype=torch.int64)
+        # One row more than any step draws: it stays 0, for inputs that are no drawn token.
+        self.tokens = store.output("tokens", (limits.max_num_reqs + 1,), torch.int64)
         self.prefill = self._hidden_runner(Phase.PREFILL, prefill, limits.max_num_tokens)
         self.decode = (
             self._decode_runner(decode)
@@ -101,7 +103,6 @@ class GraphSet:
             outputs=(self._logits, self._tokens),
         )
         self.logits = self.head.output_buffer("logits")
-        self.tokens = self.head.output_buffer("tokens")
         self.sample = self._row_runner(
             lambda views: (self._sample(views, sample_unfiltered, SAMPLING_FIELDS),),
             phase=Phase.SAMPLE,
@@ -134,7 +135,7 @@ class GraphSet:
     def _hidden_runner(self, phase: Phase, strategy: Strategy, max_num_tokens: int) -> GraphRunner:
         """Hidden states of every token. Breakable: the layers alone, embeddings made eagerly before."""
         info, model = self._model.info, self._model
-        fields = token_fields(max_blocks=self.limits.max_blocks, vocab_size=info.vocab_size)
+        fields = self._token_fields()
         prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None = None
         if strategy is Strategy.BREAKABLE:
             fields = (*fields, hidden_field(hidden_size=info.hidden_size, dtype=info.dtype))
@@ -160,7 +161,7 @@ class GraphSet:
         def fn(views: InputViews) -> tuple[Tensor, ...]:
             return self._head(self._hidden_states(views))
 
-        fields = token_fields(max_blocks=self.limits.max_blocks, vocab_size=self.vocab_size)
+        fields = self._token_fields()
         return self._token_runner(
             fn, phase=Phase.DECODE, strategy=strategy, fields=fields, outputs=(self._logits, self._tokens),
             max_num_tokens=self.limits.max_num_reqs, prologue=None,
@@ -222,6 +223,21 @@ class GraphSet:
             make_dummy=lambda d: {f.name: np.zeros(d.num_reqs, dtype=np.int32) for f in fields},
         )
 
+    def take_drawn_tokens(self, views: InputViews) -> None:
+        """Put the tokens that the step before drew where this step's inputs want them: the host, which is one
+        step behind, wrote 0 there. An invalid token (-1) becomes 0; its request fails when the host sees it.
+        """
+        input_ids_T = views["input_ids"]
+        drawn_T = self.tokens.index_select(0, views["drawn_rows"])
+        input_ids_T.copy_(torch.maximum(input_ids_T, drawn_T))
+
+    def _token_fields(self) -> tuple[InputField, ...]:
+        return token_fields(
+            max_blocks=self.limits.max_blocks,
+            vocab_size=self.vocab_size,
+            max_num_reqs=self.limits.max_num_reqs,
+        )
+
     def _hidden_states(self, views: InputViews) -> Tensor:
         input_ids_T, positions_T = views["input_ids"], views["positions"]
         if self.compiled is not None:
@@ -279,6 +295,7 @@ class GraphSet:
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], lens)
         return {
             "input_ids": np.arange(num_tokens, dtype=np.int32) % self._model.info.vocab_size,
+            "drawn_rows": np.full(num_tokens, self.limits.max_num_reqs, dtype=np.int32),
             "positions": positions,
             "slot_mapping": positions % self.limits.block_size,
             "query_start_loc": query_start_loc,

@@ -21,7 +21,7 @@ from gapless.engine.draw import TokenDrawer
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.inputs import BatchArrays, BatchBuilder
 from gapless.engine.row_graphs import PADDED_EAGER, RowGraphs
-from gapless.engine.step import ScheduledBatch, StepResult
+from gapless.engine.step import PendingStep, ScheduledBatch, StepResult
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.dispatcher import Dispatch, Dispatcher
 from gapless.graphs.modes import Phase, RuntimeMode
@@ -59,17 +59,20 @@ class ModelRunner:
             block_size=limits.block_size, max_num_reqs=limits.max_num_reqs, max_blocks=limits.max_blocks
         )
         self._padded_eager = False
+        self.max_steps_ahead = 1 if self._device.torch_device.type == "cuda" else 0
+        """On a CPU the device is the host: nothing would overlap."""
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step and wait for its tokens."""
+        return self.launch(batch).wait()
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Start one step; its tokens are on their way to the host when this returns."""
         arrays = self._builder.build(batch)
         decision = self.dispatcher.dispatch(BatchShape(query_lens=arrays.query_lens))
         sampled = [(i, entry) for i, entry in enumerate(batch.entries) if entry.samples]
         with torch.no_grad(), self._device.stream_scope():
             greedy_R = self._forward(decision, arrays)
-            if not sampled:
-                self._device.synchronize()  # an error of this step must not surface in the next
-                return StepResult(token_ids=[])
             return self._drawer.draw([e for _, e in sampled], [i for i, _ in sampled], greedy_R)
 
     @contextmanager
@@ -101,12 +104,13 @@ class ModelRunner:
         owner = decision.owner or decision.phase
         runner = self._graphs.decode if owner is Phase.DECODE else self._graphs.prefill
         num_tokens, num_reqs = sum(arrays.query_lens), len(arrays.query_lens)
+        amend = self._graphs.take_drawn_tokens if arrays.has_unknown else None
         if decision.descriptor is None:
             assert decision.reason is not None
             self.log.count_eager(decision.phase, str(decision.reason))
             is_uniform = decision.phase is Phase.DECODE
             real = BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs, uniform=is_uniform)
-            results = runner.run_eager(real, arrays.values)
+            results = runner.run_eager(real, arrays.values, amend=amend)
         else:
             descriptor, mode = decision.descriptor, decision.mode
             if self._padded_eager:
@@ -120,7 +124,7 @@ class ModelRunner:
                 )
                 self.log.count_replay(decision.phase, runner.strategy, bucket, num_real)
             num_real_rows = {"tokens": num_tokens, "reqs": num_reqs, "rows": num_reqs}
-            results = runner.run(descriptor, mode, arrays.values, num_real=num_real_rows)
+            results = runner.run(descriptor, mode, arrays.values, num_real=num_real_rows, amend=amend)
         if owner is Phase.DECODE and self._graphs.decode_makes_logits:
             return self._keep_sampled(results[1], arrays, num_reqs)
         return self._run_head(arrays)
@@ -140,4 +144,5 @@ class ModelRunner:
             return greedy_B
         index = torch.as_tensor(rows, dtype=torch.int64, device=greedy_B.device)
         self._graphs.logits[: len(rows)].copy_(self._graphs.logits.index_select(0, index))
-        return greedy_B.index_select(0, index)
+        kept_R = self._graphs.tokens[: len(rows)]
+        return kept_R.copy_(greedy_B.index_select(0, index))

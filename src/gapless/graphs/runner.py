@@ -32,6 +32,7 @@ from gapless.graphs.wrapper import GraphWrapper
 logger = logging.getLogger(__name__)
 
 Values = Mapping[str, np.ndarray | Tensor]
+Amend = Callable[[InputViews], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,9 +126,17 @@ class GraphRunner:
         return failed
 
     def run(
-        self, descriptor: BatchDescriptor, mode: RuntimeMode, values: Values, *, num_real: Mapping[str, int]
+        self,
+        descriptor: BatchDescriptor,
+        mode: RuntimeMode,
+        values: Values,
+        *,
+        num_real: Mapping[str, int],
+        amend: Amend | None = None,
     ) -> tuple[Tensor, ...]:
         """Load ``values`` and run the bucket; returns each output's real rows (``num_real`` per symbol).
+
+        ``amend(views)`` changes loaded inputs on the device, before anything reads them.
 
         Outputs are static memory, valid until the next run that writes the same output: copy what must live
         longer.
@@ -135,18 +144,20 @@ class GraphRunner:
         """
         views = self.inputs.views(self._sizes_of(descriptor))
         context = self._context(mode, descriptor, self._batch(views, descriptor))
-        results = self._run(views, context, values, num_real)
+        results = self._run(views, context, values, num_real, amend)
         if mode is not RuntimeMode.NONE:
             self._count_replay(descriptor, num_real)
         return results
 
-    def run_eager(self, descriptor: BatchDescriptor, values: Values) -> tuple[Tensor, ...]:
+    def run_eager(
+        self, descriptor: BatchDescriptor, values: Values, *, amend: Amend | None = None
+    ) -> tuple[Tensor, ...]:
         """Plain eager at the real size; ``descriptor`` holds real counts and no graph is looked for."""
         sizes = self._sizes_of(descriptor)
         views = self.inputs.transient_views(sizes)
         batch = self._make_batch(views, descriptor)
         context = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
-        return self._run(views, context, values, sizes)
+        return self._run(views, context, values, sizes, amend)
 
     def observe(
         self,
@@ -204,8 +215,9 @@ class GraphRunner:
         context: ForwardContext,
         values: Values,
         num_real: Mapping[str, int],
+        amend: Amend | None,
     ) -> tuple[Tensor, ...]:
-        self._load(views, values, num_real)
+        self._load(views, values, num_real, amend)
         with torch.no_grad(), use_forward_context(context):
             results = self._call(views)
         return tuple(
@@ -213,9 +225,19 @@ class GraphRunner:
             for result, field in zip(results, self._outputs, strict=True)
         )
 
-    def _load(self, views: InputViews, values: Values, num_real: Mapping[str, int]) -> None:
-        if self._prologue is not None:
+    def _load(
+        self,
+        views: InputViews,
+        values: Values,
+        num_real: Mapping[str, int],
+        amend: Amend | None = None,
+    ) -> None:
+        if self._prologue is not None or amend is not None:
             self.inputs.load(views, values)
+            if amend is not None:
+                amend(views)
+            if self._prologue is None:
+                return
             with torch.no_grad():
                 self.inputs.load_on_device(views, self._prologue(views, num_real))
             return
