@@ -66,7 +66,12 @@ def check(target: CheckTarget, *, seed: int = 0, tolerance: float | None = None)
         return report
     device = target.runner.store.device
     gpus = [device.torch_device] if device.torch_device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), torch.no_grad(), device.stream_scope(), _no_traffic(target):
+    with (
+        torch.random.fork_rng(devices=gpus),
+        torch.no_grad(),
+        device.stream_scope(),
+        no_traffic(target.runner),
+    ):
         checker.run()
         device.synchronize()
     return report
@@ -262,9 +267,9 @@ class _Checker:
 
 
 @contextmanager
-def _no_traffic(target: CheckTarget) -> Iterator[None]:
-    """Verification is no traffic: the ledger's counters are put back."""
-    rows = target.runner.store.ledger
+def no_traffic(runner: GraphRunner) -> Iterator[None]:
+    """Verification is no traffic: the ledger's counters are put back after the block."""
+    rows = runner.store.ledger
     before = [(row.replays, row.tokens, row.padding) for row in rows]
     try:
         yield

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.call_template import Call
-from gapless.graphs.check import CheckTarget, check
+from gapless.graphs.check import CheckTarget, check, no_traffic
 from gapless.graphs.check_report import CheckReport, sizes_text
 from gapless.graphs.compare import exact_mismatch
 from gapless.graphs.context import ForwardContext, use_forward_context
@@ -114,9 +114,10 @@ def _check_kept_results(graphed: Graphed, report: CheckReport, *, seed: int) -> 
         report.add("kept results", target, "", reason, skipped=True)
         return
     generator = torch.Generator().manual_seed(seed + 1)
-    log, graphed.log = graphed.log, type(graphed.log)()  # verification is no traffic
+    log, graphed.log = graphed.log, type(graphed.log)()
+    state = saved_contents(generation.state_tensors())
     try:
-        with torch.random.fork_rng(devices=[]), saved_contents(generation.state_tensors()):
+        with torch.random.fork_rng(devices=[]), no_traffic(generation.runner), state:
             for bucket in generation.buckets.live_descriptors()[-2:]:
                 sizes = generation.buckets.sizes_of(bucket)
                 first, second = (
