@@ -24,7 +24,7 @@ from gapless.graphs.breakable import active_recorder, eager_break
 from gapless.graphs.capabilities import TcCompiler
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.ops import implementation_of
-from gapless.graphs.piecewise.compilers import PieceCompiler, compile_by_inductor
+from gapless.graphs.piecewise.compilers import PieceCompiler, compile_by_inductor, function_of
 from gapless.graphs.piecewise.passes import GraphPass
 from gapless.graphs.piecewise.piece import Piece, SplitPart, Stitched, input_names, replace_child
 from gapless.graphs.piecewise.split import (
@@ -129,6 +129,8 @@ class PiecewiseBackend:
         for part in split.parts:
             if part.kind is PartKind.SPLIT:
                 replace_child(split.stitching, part.name, SplitPart(part.name, part.graph, part.ops))
+            elif part.kind is PartKind.TRIVIAL:
+                replace_child(split.stitching, part.name, function_of(part.graph))
         pieces = [part for part in split.parts if part.kind is PartKind.PIECE]
         compiled = self._compiler.compile_all([part.graph for part in pieces])
         for part, (code, numbers) in zip(pieces, compiled, strict=True):
@@ -140,7 +142,7 @@ class PiecewiseBackend:
         self.stats.num_trivial = kinds.count(PartKind.TRIVIAL)
         self.stats.num_splits = len(split.split_ops)
         self.stats.unmatched = split.unmatched
-        run = split.stitching.forward
+        run = function_of(split.stitching)
         return Stitched(run, inputs=names, num_breaks=kinds.count(PartKind.SPLIT), device=self._device)
 
     def _whole(self, graph: fx.GraphModule, names: tuple[str, ...]) -> Stitched:

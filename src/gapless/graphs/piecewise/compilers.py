@@ -66,8 +66,15 @@ class PieceCompiler:
     def _compile(self, graph: fx.GraphModule, inputs: list[_Number]) -> CompiledPiece:
         _make_inputs(graph, inputs)
         is_opaque = self.compiler == "inductor"
-        run = compile_by_inductor(graph) if is_opaque else graph.forward
-        return CompiledPiece(run=run, graph=graph.forward, is_opaque=is_opaque)
+        ops = function_of(graph)
+        run = compile_by_inductor(graph) if is_opaque else ops
+        return CompiledPiece(run=run, graph=ops, is_opaque=is_opaque)
+
+
+def function_of(graph: fx.GraphModule) -> Callable[..., Any]:
+    """The ops of ``graph`` as a function, without the detour by which a module generates its code late."""
+    assert graph.code  # asking for the code generates it
+    return graph.forward
 
 
 def compile_by_inductor(graph: fx.GraphModule, *, partition_at: tuple[str, ...] = ()) -> Callable[..., Any]:

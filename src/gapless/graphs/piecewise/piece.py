@@ -25,7 +25,7 @@ from gapless.graphs.breakable import active_recorder, deferred_break
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.device.shapes import ResultSpec, ShapeInference, leaves_of, nest_like
 from gapless.graphs.ops import implementation_of
-from gapless.graphs.piecewise.compilers import CompiledPiece
+from gapless.graphs.piecewise.compilers import CompiledPiece, function_of
 
 
 class Piece:
@@ -57,9 +57,9 @@ class SplitPart:
 
     def __init__(self, name: str, graph: fx.GraphModule, ops: tuple[str, ...]) -> None:
         self.name, self.ops = name, ops
-        self._abstract = graph.forward
+        self._abstract = function_of(graph)
         self._inference = ShapeInference()
-        run = _past_dispatcher(graph).forward
+        run = function_of(_past_dispatcher(graph))
 
         def body(*args: Any) -> Any:
             return run(*args)
