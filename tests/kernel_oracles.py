@@ -14,15 +14,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def assert_close_to(actual: Tensor, expected: Tensor, *, ulps: int = 1, fraction: float = 0.02) -> None:
-    """Equal up to ``ulps`` units of the last place, and half precision equal in all but a few elements."""
+    """Float32: equal up to the order of sums. Half precision: equal bits in all but ``fraction`` of the
+    elements (a sum may fall on the other side of a rounding boundary), and those near.
+    """
     assert actual.dtype == expected.dtype
     if actual.dtype == torch.float32:
-        torch.testing.assert_close(actual, expected, atol=3e-6, rtol=3e-6, equal_nan=True)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=4e-6, equal_nan=True)
         return
     step = torch.finfo(actual.dtype).eps * ulps
-    torch.testing.assert_close(actual, expected, atol=step * 1e-2, rtol=step, equal_nan=True)
+    torch.testing.assert_close(actual, expected, atol=step * 4, rtol=step, equal_nan=True)
     differing = (actual != expected) & ~(actual.isnan() & expected.isnan())
-    assert differing.float().mean() <= fraction
+    assert differing.sum() <= max(1, fraction * differing.numel())
 
 
 def norm_oracle(hidden_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
