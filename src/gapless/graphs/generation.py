@@ -23,8 +23,10 @@ from gapless.graphs.buckets import Buckets
 from gapless.graphs.buffers import InputField, InputViews, StaticInputs
 from gapless.graphs.call_template import Call, CallTemplate
 from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.graphed_compiled import CompileOptions, make_compiled, trace, trace_rows
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.outputs import OutputDims
+from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.probe import Findings, KeptState, Probe
 from gapless.graphs.real_sizes import RealSizes
 from gapless.graphs.runner import GraphRunner
@@ -65,6 +67,7 @@ class Generation:
         samples: Samples,
         buckets: Buckets,
         device: GraphDevice,
+        compile: CompileOptions,
         pool: SharedPool,
     ) -> None:
         self.fn, self.template, self.samples, self.buckets = fn, template, samples, buckets
@@ -73,6 +76,8 @@ class Generation:
         self.decisions: list[Decision] = []
         self.findings: Findings | None = None
         self.store = GraphStore(device, pool=pool)
+        self._compile_options = compile
+        self._compiled: PiecewiseForward | None = None
         self._runner: GraphRunner | None = None
         self._snapshot: Snapshot | None = None
 
@@ -112,6 +117,10 @@ class Generation:
         except BaseException:
             self.release()
             raise
+
+    def compile_stats(self) -> dict[str, Any] | None:
+        """What tracing came to; None where nothing is traced."""
+        return self._compiled.stats.to_dict() if self._compiled is not None else None
 
     def find(self, sizes: Mapping[str, int]) -> BatchDescriptor | None:
         return self.buckets.find(sizes)
@@ -159,7 +168,7 @@ class Generation:
 
     def release(self) -> None:
         """Give all memory back: graphs, pool, static inputs, outputs. Safe to call twice."""
-        self._runner = None
+        self._runner = self._compiled = None
         self._snapshot = None
         self.store.release()
 
@@ -188,6 +197,8 @@ class Generation:
             self._decide("state", "restored", "advanced", reason)
         for effect in findings.side_effects:
             self._decide("side effect", "every call", "capture only", f"{effect}; a replay runs no Python")
+        if self.strategy is Strategy.TC_PIECEWISE:
+            self._compiled = self._trace()
         self._runner = self._make_runner(findings)
         descriptors = self.buckets.descriptors()
         if findings.fills_caches:
@@ -223,6 +234,15 @@ class Generation:
         self._decide("auto", "auto", "full", "it has no eager break")
         return Strategy.FULL
 
+    def _trace(self) -> PiecewiseForward:
+        options, (symbol,) = self._compile_options, self.buckets.symbols
+        compiled = make_compiled(
+            self.fn, options, template=self.template, device=self.device, buckets=self.buckets
+        )
+        sizes = {symbol: trace_rows(options, self.buckets.max_sizes[symbol])}
+        trace(compiled, self.template.fill(self.samples.repeated(sizes)), sizes, self.device)
+        return compiled
+
     def _make_runner(self, findings: Findings) -> GraphRunner:
         symbols = self.buckets.symbols
         fields = self.template.fields
@@ -230,9 +250,11 @@ class Generation:
             fields = (*fields, InputField(name=REAL_SIZES, dims=(len(symbols),)))
         inputs = StaticInputs(fields, max_sizes=self.buckets.max_sizes, torch_device=self.device.torch_device)
 
+        forward = self._compiled or self.fn
+
         def fn(views: InputViews) -> tuple[Tensor, ...]:
             args, kwargs = self.template.fill(views.tensors)
-            return findings.outputs.flatten(self.fn(*args, **kwargs))
+            return findings.outputs.flatten(forward(*args, **kwargs))
 
         def make_batch(views: InputViews, descriptor: BatchDescriptor) -> RealSizes:
             return RealSizes(symbols, counts=views.tensors.get(REAL_SIZES))
@@ -247,6 +269,7 @@ class Generation:
             sizes_of=self.buckets.sizes_of,
             make_dummy=self.dummy,
             make_batch=make_batch,
+            is_compiled=self._compiled is not None,
         )
 
     def dummy(self, descriptor: BatchDescriptor) -> dict[str, np.ndarray | Tensor]:

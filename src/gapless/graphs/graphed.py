@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from gapless.graphs.arguments import Input
 from gapless.graphs.buckets import Sizes
+from gapless.graphs.capabilities import TcCompiler
 from gapless.graphs.generation import check_strategy
 from gapless.graphs.graphed_callable import Audit, Fallback, Graphed, GraphedOptions, State
+from gapless.graphs.graphed_compiled import CompileOptions
 from gapless.graphs.outputs import OutputDims
 from gapless.graphs.samples import MakeInputs
 from gapless.graphs.store import SharedPool
@@ -37,6 +39,8 @@ def graphed(
     outputs: Sequence[OutputDims] | None = None,
     copy_outputs: bool = True,
     make_inputs: MakeInputs | None = None,
+    split_ops: Sequence[str] = (),
+    compiler: TcCompiler = "eager",
     pool: SharedPool | None = None,
     check_padding: bool = True,
     audit: Audit = "first",
@@ -46,7 +50,8 @@ def graphed(
     ``inputs``: the arguments that change, by name, with their dynamic dimensions and pad values. All others
     are checked at every call: a tensor must be the same memory, a value must be equal.
     ``strategy``: ``full`` is one graph, ``breakable`` is cut at functions marked with ``eager_break``,
-    ``auto`` is breakable if there are any, else full.
+    ``auto`` is breakable if there are any, else full. ``tc_piecewise`` traces with ``torch.compile`` and cuts
+    at ``split_ops`` (names of registered ops); ``compiler`` compiles the pieces: ``eager`` or ``inductor``.
     ``sizes``: the largest size (a ladder of sizes ends there) or a list of sizes; with two dynamic dimensions
     one of these for each. Left out, the example's size is the largest.
     ``outputs``: the dynamic dimensions of each result tensor; found by running two sizes when left out.
@@ -66,6 +71,7 @@ def graphed(
         outputs=outputs,
         copy_outputs=copy_outputs,
         make_inputs=make_inputs,
+        compile=CompileOptions(split_ops=tuple(split_ops), compiler=compiler),
         pool=pool,
         checks_padding=check_padding,
         audit=audit,

@@ -28,6 +28,7 @@ from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device import get_device
 from gapless.graphs.device.exclusive import recording_device
 from gapless.graphs.generation import Generation
+from gapless.graphs.graphed_compiled import CompileOptions
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.outputs import OutputDims
 from gapless.graphs.real_sizes import RealSizes
@@ -78,6 +79,7 @@ class GraphedOptions:
     outputs: Sequence[OutputDims] | None
     copy_outputs: bool
     make_inputs: MakeInputs | None
+    compile: CompileOptions
     pool: SharedPool | None
     checks_padding: bool
     audit: Audit
@@ -99,6 +101,7 @@ class Graphed:
         self._inputs = dict(inputs)
         self._arguments = Arguments(fn, inputs)
         check_symbols(self._arguments.symbols)
+        options.compile.check(options.strategy, self._arguments.symbols)
         self._state = State.NEW
         self._template: CallTemplate | None = None
         self._samples: Samples | None = None
@@ -336,6 +339,7 @@ class Graphed:
                 samples=self._samples,
                 buckets=make_buckets(self._arguments.symbols, self.options.sizes, self._example_sizes),
                 device=device,
+                compile=self.options.compile,
                 pool=self.options.pool or SharedPool(device),
             )
             with generation.pool.use():
@@ -427,6 +431,7 @@ class Graphed:
             "state": str(self._state),
             "strategy": str(self.strategy),
             "sizes": ladders,
+            "compile": self._generation.compile_stats() if self._generation is not None else None,
             "decisions": []
             if self._generation is None
             else [d.to_dict() for d in self._generation.decisions],

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import gapless
-from gapless.errors import ConfigError, GraphError
+from gapless.errors import ConfigError, GaplessError, GraphError
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.graphed import Graphed, Input, SharedPool, State, graphed
 from gapless.graphs.modes import Strategy
+from gapless.graphs.ops import register_custom_op
 from gapless.graphs.real_sizes import num_real
 
 ROWS = Input(dims={0: "rows"})
@@ -465,6 +466,66 @@ def test_disabled_captures_nothing_and_counts(net: Net) -> None:
     assert reasons(made) == {"disabled": 1}
     with pytest.raises(GraphError, match="has no graphs"):
         made.verify()
+
+
+@register_custom_op(out_shape="x", name="test_graphed_softmax")
+def rows_softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, dim=-1)
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)]).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + rows_softmax(layer(x)).relu()
+        return x
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 4, 8], [8]])
+def test_tc_piecewise_cuts_at_split_ops_and_equals_padded_eager(sizes: list[int]) -> None:
+    net = Traced()
+    made = graphed(
+        net,
+        inputs={"x": ROWS},
+        strategy="tc_piecewise",
+        split_ops=["gapless::test_graphed_softmax"],
+        sizes=sizes,
+    ).capture(rows(3))
+    for n in range(1, sizes[-1] + 1):
+        x = rows(n)
+        result = made(x)
+        assert torch.equal(result, made.padded_eager(x))
+        torch.testing.assert_close(result, net(x))
+    assert made.verify().is_ok
+    report = made.report()
+    assert report["plan"]["compile"]["split_ops"] == 3
+    assert report["plan"]["compile"]["recompilations"] == 0
+    assert report["graphs"][0]["breaks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs split_ops="),
+        ({"split_ops": ["gapless::no_such_op"]}, "there is no such operator"),
+        ({"split_ops": ["aten::mm"], "compiler": "fast"}, "choose eager or inductor"),
+        ({"split_ops": ["aten::mm"], "strategy": "full"}, "belong to strategy='tc_piecewise'"),
+        ({"split_ops": ["aten::mm"], "inputs": {"x": Input(dims={0: "a", 1: "b"})}}, "one dynamic dimension"),
+    ],
+)
+def test_tc_piecewise_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        graphed(Traced(), **{"inputs": {"x": ROWS}, "strategy": "tc_piecewise", **options}).capture(rows(3))
+
+
+def test_split_ops_that_match_nothing_are_an_error() -> None:
+    made = graphed(Traced(), inputs={"x": ROWS}, strategy="tc_piecewise", split_ops=["aten::bmm"], sizes=4)
+    with pytest.raises(GaplessError, match=r"aten::bmm"):
+        made.capture(rows(3))
 
 
 def test_a_break_can_read_the_real_size_on_the_host() -> None:
