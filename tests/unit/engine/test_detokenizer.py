@@ -220,8 +220,8 @@ def test_a_text_cut_off_within_a_character_keeps_all_whole_characters(text, cut,
 @functools.cache
 def smollm2_tokenizer():
     from gapless.models.gguf_file import GGUFFile
-    from gapless.models.registry import find_smollm2
     from gapless.models.gguf_tokenizer import gguf_tokenizer
+    from gapless.models.registry import find_smollm2
 
     return gguf_tokenizer(GGUFFile.open(find_smollm2()))
 
