@@ -232,7 +232,7 @@ def test_after_a_failed_capture_everything_works_again(name, cuda, pool):
 
 
 def test_memory_of_failed_captures_comes_back_with_their_pool(cuda):
-    """Until then each failed capture keeps its own: its handle cannot be used again, nor its graph destroyed."""
+    """Until then each keeps its own: its handle cannot be used again, nor its graph destroyed."""
     x = new(1 << 20)
     cuda.synchronize()
     torch.cuda.empty_cache()
