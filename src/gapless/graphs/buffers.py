@@ -11,6 +11,7 @@ per bucket; addresses never change. Read ``runner.py`` next.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class InputViews:
         self.layout = layout
         """Byte offset of each host field inside the staged buffer."""
         self.num_bytes = num_bytes
+        self.staging: dict[int, list[np.ndarray]] = {}
+        """Per slot of the staging ring: where each host field is written, made at the slot's first use."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -126,12 +129,11 @@ class StaticInputs:
         self._check(views, values, self._host_fields)
         if not self._host_fields:
             return
-        host = self._ring.acquire()
-        for field in self._host_fields:
-            shape = views.tensors[field.name].shape
-            start = views.layout[field.name]
-            count = int(np.prod(shape)) * field.dtype.itemsize
-            target: np.ndarray = host[start : start + count].view(_NUMPY_DTYPES[field.dtype]).reshape(shape)
+        slot, host = self._ring.acquire()
+        targets = views.staging.get(slot)
+        if targets is None:
+            targets = views.staging[slot] = self._staging_targets(views, host)
+        for field, target in zip(self._host_fields, targets, strict=True):
             self._fill_host(field, target, np.asarray(values[field.name]))
         self._ring.submit(views.num_bytes)
 
@@ -149,7 +151,7 @@ class StaticInputs:
         offset = 0
         for field in self._host_fields:
             layout[field.name] = offset
-            num_bytes = int(np.prod(field.shape(sizes))) * field.dtype.itemsize
+            num_bytes = math.prod(field.shape(sizes)) * field.dtype.itemsize
             offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
 
@@ -167,12 +169,21 @@ class StaticInputs:
             if field.on_device:
                 # Carved from the front: contiguous for every bucket, whichever dims are dynamic.
                 flat = self._device_buffers[field.name].view(-1)
-                tensors[field.name] = flat[: int(np.prod(shape))].view(shape)
+                tensors[field.name] = flat[: math.prod(shape)].view(shape)
                 continue
-            count = int(np.prod(shape)) * field.dtype.itemsize
+            count = math.prod(shape) * field.dtype.itemsize
             start = layout[field.name]
             tensors[field.name] = self._packed[start : start + count].view(field.dtype).view(shape)
         return InputViews(sizes, tensors, layout, num_bytes)
+
+    def _staging_targets(self, views: InputViews, host: np.ndarray) -> list[np.ndarray]:
+        targets = []
+        for field in self._host_fields:
+            shape = views.tensors[field.name].shape
+            start = views.layout[field.name]
+            count = math.prod(shape) * field.dtype.itemsize
+            targets.append(host[start : start + count].view(_NUMPY_DTYPES[field.dtype]).reshape(shape))
+        return targets
 
     def _check(
         self, views: InputViews, values: Mapping[str, np.ndarray | Tensor], fields: tuple[InputField, ...]
@@ -249,10 +260,11 @@ class _StagingRing:
         self._hosts = [t.numpy() for t in self._pinned]
         self._events = [torch.cuda.Event() for _ in range(_RING_SLOTS)]
 
-    def acquire(self) -> np.ndarray:
+    def acquire(self) -> tuple[int, np.ndarray]:
+        """The slot to write next and its memory, which no copy reads any more."""
         if self._is_cuda:
-            self._events[self._next].synchronize()  # the copy that last read this slot has finished
-        return self._hosts[self._next]
+            self._events[self._next].synchronize()
+        return self._next, self._hosts[self._next]
 
     def submit(self, num_bytes: int) -> None:
         if not self._is_cuda:
