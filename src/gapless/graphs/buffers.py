@@ -177,7 +177,7 @@ class StaticInputs:
         return InputViews(sizes, tensors, layout, num_bytes)
 
     def _staging_targets(self, views: InputViews, host: np.ndarray) -> list[np.ndarray]:
-        targets = []
+        targets: list[np.ndarray] = []
         for field in self._host_fields:
             shape = views.tensors[field.name].shape
             start = views.layout[field.name]
