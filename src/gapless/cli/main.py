@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from gapless.cli.check import check
 from gapless.cli.demo import demo
 from gapless.cli.environment import env
 from gapless.cli.generate import generate
@@ -71,7 +72,7 @@ class _StandardErrorHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-for _command in (generate, demo, inspect, env):
+for _command in (generate, demo, inspect, check, env):
     app.command(cls=Command)(expand(_command))
 
 

@@ -62,6 +62,11 @@ class ModelRunner:
         self.max_steps_ahead = 1 if self._device.torch_device.type == "cuda" else 0
         """On a CPU the device is the host: nothing would overlap."""
 
+    @property
+    def graphs(self) -> GraphSet:
+        """The runners of all phases."""
+        return self._graphs
+
     def execute(self, batch: ScheduledBatch) -> StepResult:
         """Run one step and wait for its tokens."""
         return self.launch(batch).wait()
