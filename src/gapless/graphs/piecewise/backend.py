@@ -31,6 +31,7 @@ from gapless.graphs.piecewise.split import (
     PartKind,
     SplitGraph,
     check_op_names,
+    refuse_host_reads,
     split_graph,
     split_ops_of,
 )
@@ -112,6 +113,7 @@ class PiecewiseBackend:
                 "from those at start-up; TORCH_LOGS=recompiles names the reason",
                 self.stats.num_traces,
             )
+        refuse_host_reads(graph)
         names = input_names(graph)
         self.stats.changes_by_pass = tuple((p.name, p(graph)) for p in self._config.passes)
         if self._config.use_inductor_graph_partition:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sysconfig
 import time
 import traceback
 import types
@@ -30,6 +31,7 @@ from gapless.graphs.breakable import active_recorder
 from gapless.graphs.context import in_piecewise_context
 from gapless.graphs.device.arena import storage_bytes
 from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.device.recorder import is_internal_file
 from gapless.graphs.piecewise.backend import CompileStats, PiecewiseBackend, PiecewiseConfig
 from gapless.graphs.piecewise.piece import AddressCheck
 
@@ -99,7 +101,7 @@ class PiecewiseForward:
             compiled = torch.compile(_private_copy(self._plain), backend=self._backend, fullgraph=True)
             start = time.perf_counter()
             try:
-                with _size_oblivious():
+                with _tracing_options():
                     result = compiled(*args, **kwargs)
             except Exception as error:
                 own = _own_error(error)
@@ -244,11 +246,11 @@ def _private_copy(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _size_oblivious() -> Iterator[None]:
+def _tracing_options() -> Iterator[None]:
     """Trace so that the code holds for 0 and 1 rows too, without a trace of their own."""
-    from torch.fx.experimental import _config as config
+    from torch.fx.experimental import _config as shapes
 
-    with config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
 
 
@@ -262,13 +264,15 @@ def _own_error(error: Exception) -> GaplessError | None:
 
 def _explain(error: Exception, off_switch: str) -> str:
     """The one message of a failed start."""
+    error = getattr(error, "inner_exception", None) or error
     text = str(error).strip()
-    first_line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    where, code = _user_line(error, text)
+    first_line = next((line for line in text.splitlines() if line.strip()), "no message")
+    frame = _user_frame(error, text)
+    op = re.search(r"call_(?:function|method) (.+?)\(\*?\(|target: ([^\s)]+)", text)
     return (
         f"tc_piecewise could not trace the model: {type(error).__name__}: {first_line}\n"
-        f"  op: {_failing_op(text) or code or 'unknown'}\n"
-        f"  at: {where}\n"
+        f"  op: {(op.group(1) or op.group(2)) if op else frame.line}\n"
+        f"  at: {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}\n"
         "  tc_piecewise is experimental. Kernels that compile or load themselves when they are called, and "
         "control flow that\n  depends on data, cannot be traced: register such a kernel with "
         "register_custom_op.\n"
@@ -278,22 +282,15 @@ def _explain(error: Exception, off_switch: str) -> str:
     )
 
 
-def _failing_op(text: str) -> str | None:
-    found = re.search(r"call_(?:function|method) (.+?)\(\*?\(|target: (\S+)", text)
-    return (found.group(1) or found.group(2)) if found else None
-
-
-def _user_line(error: Exception, text: str) -> tuple[str, str | None]:
-    """File and line of the user's code that was being traced, and the code there."""
-    stack = getattr(error, "real_stack", None)
-    if stack:
-        frame = stack[-1]
-        return f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
-    if found:
-        file, line, name, code = found[-1]
-        return f"{file}:{line} in {name}", code.strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    return (
-        (f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}", None) if frames else ("?", None)
-    )
+def _user_frame(error: Exception, text: str) -> traceback.FrameSummary:
+    """The innermost line of the user's code that was being traced, from what the error knows of it."""
+    frames = list(getattr(error, "real_stack", None) or ())
+    if not frames:
+        found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
+        frames = [traceback.FrameSummary(f, int(n), name, line=code.strip()) for f, n, name, code in found]
+    frames = frames or list(traceback.extract_tb(error.__traceback__))
+    library = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    for frame in reversed(frames):
+        if not is_internal_file(frame.filename) and not frame.filename.startswith(library):
+            return frame
+    return frames[-1] if frames else traceback.FrameSummary("unknown file", 0, "unknown", line="unknown")

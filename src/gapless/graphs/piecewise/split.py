@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,27 @@ def split_ops_of(graph: fx.GraphModule, split_ops: Iterable[str]) -> list[tuple[
     return calls
 
 
+class HostReadError(Exception):
+    """The traced forward needs device data on the host, which no capture can hold."""
+
+
+def refuse_host_reads(graph: fx.GraphModule) -> None:
+    """Raise ``HostReadError`` naming the first op whose result or size only the data could tell.
+
+    A trace without graph breaks contains such ops (``item``, ``nonzero``) and leaves the value symbolic.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for node in filter(_is_call, graph.graph.nodes):
+        value = node.meta.get("example_value")
+        is_symbolic = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+        if is_symbolic and free_unbacked_symbols(value):
+            raise HostReadError(
+                f"a value is needed on the host while the forward runs (target: {node.target})\n"
+                f"{node.meta.get('stack_trace', '')}"
+            )
+
+
 def check_op_names(names: Iterable[str]) -> None:
     """Raise ``ConfigError`` for a split op that is not registered with PyTorch in this process."""
     for name in names:
@@ -108,7 +129,7 @@ def _names_of(node: fx.Node) -> tuple[str, ...]:
         name = target._schema.name
         return (name, f"{name}.{target._overloadname}")
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return (target._qualified_op_name,)
+        return (target._qualified_op_name, f"{target._qualified_op_name}.default")
     return ()
 
 
@@ -122,6 +143,12 @@ def _is_split(node: fx.Node, wanted: set[str]) -> bool:
 
 def _is_call(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "get_attr", "output")
+
+
+def _is_mode(node: fx.Node) -> bool:
+    """Begins or ends a region of autocast or without gradients."""
+    modes = (torch.amp._enter_autocast, torch.amp._exit_autocast, torch._C._set_grad_enabled)
+    return node.op == "call_function" and node.target in modes
 
 
 def _is_unpacking(node: fx.Node) -> bool:
@@ -205,7 +232,9 @@ def _is_free(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     value = node.meta.get("example_value")
-    return node.target in _FREE_FUNCTIONS or _is_unpacking(node) or isinstance(value, int | torch.SymInt)
+    if node.target in _FREE_FUNCTIONS or _is_unpacking(node) or _is_mode(node):
+        return True
+    return isinstance(value, int | torch.SymInt)
 
 
 def _check(
@@ -226,7 +255,7 @@ def _check(
             f"ops were lost or doubled by the split: {before - after} lost, {after - before} new"
         )
     for part in parts:
-        calls = [node for node in part.graph.graph.nodes if _is_call(node)]
+        calls = [node for node in part.graph.graph.nodes if _is_call(node) and not _is_mode(node)]
         is_mixed = any(_is_split(node, wanted) for node in calls) and not all(
             _is_split(node, wanted) or _is_unpacking(node) for node in calls
         )
@@ -241,13 +270,8 @@ def _check(
 def _count_targets(graphs: Iterable[fx.GraphModule]) -> Counter[str]:
     """Calls by target. Regions of a mode (autocast, grad) are entered again in each part, so they do not
     count."""
-    modes: set[Callable[..., Any]] = {
-        torch.amp._enter_autocast,
-        torch.amp._exit_autocast,
-        torch._C._set_grad_enabled,
-    }
     nodes = (node for graph in graphs for node in graph.graph.nodes if _is_call(node))
-    return Counter(str(node.target) for node in nodes if node.target not in modes)
+    return Counter(str(node.target) for node in nodes if not _is_mode(node))
 
 
 def _holds_tensors(values: Any) -> bool:
