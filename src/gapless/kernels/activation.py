@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gapless.graphs.ops import register_custom_op
-from gapless.kernels.select import kernels, next_power_of_2
+from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 _TILE = 1024
 
@@ -29,5 +29,6 @@ def fused_silu_mul(gate_up_TI: Tensor) -> Tensor:
         SIZE=size,
         TILE=tile,
         num_warps=min(max(tile * gate_up_TI.element_size() // (16 * 32), 1), 8),
+        **launch_options(gate_up_TI.device),
     )
     return out_TI

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
-from gapless.kernels.select import kernels, next_power_of_2
+from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 MAX_VOCAB_SIZE = 1 << 24
 
@@ -40,6 +40,7 @@ def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: 
         SIZE=size,
         TILE=tile,
         num_warps=min(max(tile // 256, 1), 8),
+        **launch_options(raw_RV.device),
     )
     chunks_pad = next_power_of_2(num_chunks)
     kernels().best_of_row_kernel[(num_rows,)](
@@ -50,6 +51,7 @@ def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: 
         NUM_CHUNKS=num_chunks,
         CHUNKS_PAD=chunks_pad,
         num_warps=min(max(chunks_pad // 256, 1), 8),
+        **launch_options(raw_RV.device),
     )
 
 

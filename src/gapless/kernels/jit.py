@@ -5,6 +5,10 @@ GPU. Arithmetic is float32; results are rounded where the torch forward rounds, 
 order of sums only. The number of rows is known to the grid alone, never an argument: an argument of value 1
 would be compiled in.
 
+``EARLY`` kernels are launched while the kernel before them still runs (programmatic dependent launch, Hopper
+and later), and let the next one start early too. Before ``gdc_wait`` they read only what no kernel of a step
+writes: weights, the rotary table, and the step's positions and slots; they write nothing.
+
 Shapes in names: T tokens, E hidden size, I features of gate and up each, H query heads, K key/value heads,
 G = H + 2K heads of a merged q/k/v row, D head size, F = D / 2, P positions, N cache blocks, S slots per
 block, R sampled rows, V vocabulary, C chunks of the vocabulary.
@@ -31,13 +35,17 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per row: ``sum = residual + update``, ``normed = norm(sum) * weight``."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, SIZE_PAD)
     is_element = element < SIZE
-    row_E = tl.load(residual_TE + token * residual_stride_t + element, mask=is_element, other=0.0)
     weight = tl.load(weight_E + element, mask=is_element, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row_E = tl.load(residual_TE + token * residual_stride_t + element, mask=is_element, other=0.0)
     if HAS_UPDATE:
         update = tl.load(update_TE + token * update_stride_t + element, mask=is_element, other=0.0)
         row_E = (row_E.to(tl.float32) + update.to(tl.float32)).to(sum_TE.dtype.element_ty)
@@ -72,6 +80,7 @@ def rotate_heads_kernel(
     TILE_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per token and tile of heads: norm and rotate queries and keys; keys and values to their
     slot.
@@ -86,21 +95,28 @@ def rotate_heads_kernel(
     is_rotated = (head_G < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_element = (head_G < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim
 
-    source = qkv_TC + token * qkv_stride_t + head_G[:, None] * (2 * HALF) + dim_F[None, :]
-    first_raw = tl.load(source, mask=is_element, other=0.0)
-    second_raw = tl.load(source + HALF, mask=is_element, other=0.0)
     position = tl.load(positions_T + token).to(tl.int64)
     angle = rope_P2F + position * (2 * HALF) + dim_F
     cosine = tl.load(angle, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(angle + HALF, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
-
-    dtype = rotated_TGD.dtype.element_ty
-    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if HAS_NORM:
         weight = norm_weight_GD + head_G[:, None] * (2 * HALF) + dim_F[None, :]
         has_weight = is_rotated & is_dim
         first_weight = tl.load(weight, mask=has_weight, other=0.0).to(tl.float32)
         second_weight = tl.load(weight + HALF, mask=has_weight, other=0.0).to(tl.float32)
+    if HAS_CACHE:
+        slot = tl.load(slot_mapping_T + token).to(tl.int64)
+        place = slot // BLOCK_SIZE * cache_stride_n + slot % BLOCK_SIZE * cache_stride_s
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    source = qkv_TC + token * qkv_stride_t + head_G[:, None] * (2 * HALF) + dim_F[None, :]
+    first_raw = tl.load(source, mask=is_element, other=0.0)
+    second_raw = tl.load(source + HALF, mask=is_element, other=0.0)
+    dtype = rotated_TGD.dtype.element_ty
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if HAS_NORM:
         square_sum = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(square_sum / (2 * HALF) + eps)[:, None]
         first = ((first * scale).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
@@ -111,8 +127,6 @@ def rotate_heads_kernel(
     target = rotated_TGD + token * rotated_stride_t + head_G[:, None] * (2 * HALF) + dim_F[None, :]
     if HAS_CACHE:
         is_query = (head_G < NUM_HEADS)[:, None] & is_dim
-        slot = tl.load(slot_mapping_T + token).to(tl.int64)
-        place = slot // BLOCK_SIZE * cache_stride_n + slot % BLOCK_SIZE * cache_stride_s
         is_key = (head_G >= NUM_HEADS)[:, None] & is_rotated & is_dim
         key = k_cache + place + (head_G - NUM_HEADS)[:, None] * cache_stride_k + dim_F[None, :]
         tl.store(key, rotated_first.to(k_cache.dtype.element_ty), mask=is_key)
@@ -129,11 +143,16 @@ def rotate_heads_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_TI, out_TI, gate_up_stride_t, SIZE: tl.constexpr, TILE: tl.constexpr):
+def silu_mul_kernel(
+    gate_up_TI, out_TI, gate_up_stride_t, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+):
     """One program per row and tile: ``silu(gate) * up`` of a merged row."""
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_element = element < SIZE
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     source = gate_up_TI + token * gate_up_stride_t + element
     gate = tl.load(source, mask=is_element, other=0.0).to(tl.float32)
     up = tl.load(source + SIZE, mask=is_element, other=0.0).to(tl.float32)
@@ -152,6 +171,7 @@ def best_of_chunk_kernel(
     logits_stride_r,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per row and chunk of the vocabulary: float32 logits, the chunk's best one and its index.
 
@@ -161,6 +181,9 @@ def best_of_chunk_kernel(
     chunk = tl.program_id(1)
     element = chunk * TILE + tl.arange(0, TILE)
     is_element = element < SIZE
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     raw = tl.load(raw_RV + row * raw_stride_r + element, mask=is_element, other=float("-inf"))
     value = raw.to(tl.float32)
     tl.store(logits_RV + row * logits_stride_r + element, value, mask=is_element)
@@ -173,12 +196,21 @@ def best_of_chunk_kernel(
 
 @triton.jit
 def best_of_row_kernel(
-    best_RC, index_RC, tokens_R, INVALID: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
+    best_RC,
+    index_RC,
+    tokens_R,
+    INVALID: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per row: the index of its best chunk; ``INVALID`` where a chunk saw a NaN."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS_PAD)
     is_chunk = chunk < NUM_CHUNKS
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     best_C = tl.load(best_RC + row * NUM_CHUNKS + chunk, mask=is_chunk, other=float("-inf"))
     has_nan = tl.max((best_C != best_C).to(tl.int32), 0)
     _, winner = tl.max(best_C, 0, return_indices=True, return_indices_tie_break_left=True)

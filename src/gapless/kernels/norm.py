@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
-from gapless.kernels.select import kernels, next_power_of_2
+from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 MAX_SIZE = 65536
 """A row is one program's tile."""
@@ -67,6 +67,7 @@ def _launch(
         SIZE_PAD=size_pad,
         HAS_UPDATE=update_TE is not None,
         num_warps=_num_warps(size_pad, residual_TE.element_size()),
+        **launch_options(residual_TE.device),
     )
 
 

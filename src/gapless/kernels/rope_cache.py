@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
-from gapless.kernels.select import kernels, next_power_of_2
+from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 
 def _fake_into_cache(
@@ -147,6 +147,7 @@ def _launch(
         HAS_NORM=norm_weight_GD is not None,
         HAS_CACHE=cache is not None,
         num_warps=min(max(tile_heads * half_pad // 256, 1), 8),
+        **launch_options(qkv_TC.device),
     )
 
 

@@ -39,7 +39,8 @@ class Launcher:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+            assert launch_pdl
             report = compile_launch(self.kernel, args, constants, num_warps)
             print(json.dumps({"kernel": self.kernel.__name__, "grid": grid, **report}))
 
@@ -71,7 +72,9 @@ def compile_launch(
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    accesses = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    ptx = compiled.asm["ptx"]
+    accesses = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    before_wait = ptx.partition("griddepcontrol.wait")[0]
     width = {
         kind: max((int(v or 1) * int(bits) for k, v, bits in accesses if k == kind), default=0)
         for kind in ("ld", "st")
@@ -81,6 +84,9 @@ def compile_launch(
         "shared_bytes": compiled.metadata.shared,
         "load_bits": width["ld"],
         "store_bits": width["st"],
+        "waits": "griddepcontrol.wait" in ptx,
+        "stores_before_wait": before_wait.count("st.global"),
+        "loads_before_wait": before_wait.count("ld.global"),
     }
 
 
@@ -88,6 +94,7 @@ def main() -> None:
     kernels = CompilingKernels()
     for module in (norm, activation, head, rope_cache):
         module.kernels = lambda: kernels  # type: ignore[attr-defined]
+        module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
     for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 64)):
         for size in (576, 4096):
             hidden, weight = torch.zeros(num_tokens, size, dtype=dtype), torch.zeros(size, dtype=dtype)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,8 @@ KERNELS = {
 }
 
 
-def test_kernels_compile_and_move_16_bytes_at_a_time() -> None:
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
     folder = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -32,9 +34,25 @@ def test_kernels_compile_and_move_16_bytes_at_a_time() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_kernel_compiles(reports: list[dict[str, Any]]) -> None:
     assert {report["kernel"] for report in reports} == KERNELS
+    assert max(report["shared_bytes"] for report in reports) <= 48 * 1024
+
+
+def test_memory_moves_16_bytes_at_a_time(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert report["shared_bytes"] <= 48 * 1024, report
         if report["kernel"] != "best_of_row_kernel":  # one token per program
             assert (report["load_bits"], report["store_bits"]) == (128, 128), report
+
+
+def test_early_kernels_wait_before_they_write_or_read_what_was_computed(
+    reports: list[dict[str, Any]],
+) -> None:
+    reads_weights = {"rms_norm_kernel", "rotate_heads_kernel"}
+    for report in reports:
+        assert report["waits"], report
+        assert report["stores_before_wait"] == 0, report
+        assert (report["loads_before_wait"] > 0) == (report["kernel"] in reads_weights), report
