@@ -34,6 +34,8 @@ from gapless import SamplingParams
 from gapless.config import EngineConfig
 from gapless.engine.build import OpenedEngine, open_engine
 from gapless.engine.core import EngineCore
+from gapless.kernels import select
+from gapless.models import decoder
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 WAITS = ("Synchronize", "cudaEventQuery")
@@ -48,6 +50,7 @@ def main() -> None:
         "model": Path(arguments.model).name,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
+        "options": {name: getattr(arguments, name) for name in ("unfused", "no_early_launch")},
         "plan": {p: opened.runner.report()["plan"][p]["strategy"] for p in ("prefill", "decode")},
         "nodes": largest_graphs(opened),
         "decode": {},
@@ -87,12 +90,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-tokens", type=int)
     parser.add_argument("--prefill", help="strategy of prefill steps")
     parser.add_argument("--decode", help="strategy of decode steps")
+    parser.add_argument("--unfused", action="store_true", help="torch operations, to compare with")
+    parser.add_argument("--no-early-launch", action="store_true", help="kernels wait for the one ahead")
     parser.add_argument("--trace", type=Path, help="folder that keeps the profiler's traces")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
 def open_model(arguments: argparse.Namespace) -> OpenedEngine:
+    if arguments.unfused:
+        decoder.has_fused_kernels = lambda device: False
+    if arguments.no_early_launch:
+        select.has_early_launch = lambda device: False  # type: ignore[assignment]
     options = {
         "model": arguments.model,
         "load_format": "dummy",

@@ -33,8 +33,14 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of every launch: whether a kernel starts before the one ahead of it has ended."""
     if device.type != "cuda":
         return {"EARLY": False}
-    is_early = _has_early_launch(device)
+    is_early = has_early_launch(device)
     return {"EARLY": is_early, "launch_pdl": is_early}
+
+
+@functools.cache
+def has_early_launch(device: torch.device) -> bool:
+    """Programmatic dependent launch came with Hopper."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def next_power_of_2(value: int) -> int:
@@ -47,9 +53,3 @@ def _has_triton() -> bool:
         return True
     logger.warning("Triton is not installed: the model runs on unfused torch operations; install triton")
     return False
-
-
-@functools.cache
-def _has_early_launch(device: torch.device) -> bool:
-    """Programmatic dependent launch came with Hopper."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
