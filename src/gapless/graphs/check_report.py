@@ -92,8 +92,8 @@ class CheckReport:
         for (target, check), results in self._groups().items():
             label = f"{target}: {check}"
             lines.append(f"{label:<{width}}  {_summary(results)}")
-            details = [r for r in results if r.status is not Status.OK]
-            lines += [f"    {_line(result)}" for result in details[:_MAX_DETAILS]]
+            details = _details(results)
+            lines += [f"    {detail}" for detail in details[:_MAX_DETAILS]]
             if len(details) > _MAX_DETAILS:
                 lines.append(f"    … and {len(details) - _MAX_DETAILS} more")
         for name, value in self.frozen_arguments.items():
@@ -136,6 +136,14 @@ def _summary(results: list[CheckResult]) -> str:
     if counts[Status.OK]:
         return f"ok ({counts[Status.OK]})"
     return "skipped" if counts[Status.SKIPPED] else "note"
+
+
+def _details(results: list[CheckResult]) -> list[str]:
+    """What is not simply fine; a reason for skipping once, however many sizes it holds for."""
+    lines = [_line(r) for r in results if r.status in (Status.FAILED, Status.NOTE)]
+    return lines + [
+        f"skipped: {why}" for why in dict.fromkeys(r.detail for r in results if r.status is Status.SKIPPED)
+    ]
 
 
 def _line(result: CheckResult) -> str:

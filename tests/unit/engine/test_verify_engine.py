@@ -1,0 +1,85 @@
+"""Verification of the engine: right graphs pass, a wrong weight, key or cache is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import BatchMaker
+from tiny_model import open_tiny as open_engine
+
+from gapless.engine.build import OpenedEngine
+from gapless.engine.verify import verify_engine
+from gapless.graphs.check_report import CheckReport
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "full": {"cuda_graph_backend_prefill": "full", "cuda_graph_backend_decode": "full"},
+    "breakable": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "breakable"},
+    "tc_piecewise": {"cuda_graph_backend_prefill": "tc_piecewise"},
+    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
+}
+
+
+def open_tiny(folder: Path, **options: Any) -> OpenedEngine:
+    return open_engine(folder, **{"chunked_prefill_size": 8, "max_running_requests": 2, **options})
+
+
+def failed(report: CheckReport) -> set[tuple[str, str]]:
+    return {(failure.target, failure.check) for failure in report.failures}
+
+
+@pytest.fixture(params=STRATEGIES)
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenedEngine:
+    return open_tiny(tmp_path, **STRATEGIES[request.param])
+
+
+def test_every_phase_passes_and_the_engine_goes_on_as_before(opened: OpenedEngine) -> None:
+    def step() -> list[int]:
+        maker = BatchMaker()
+        return opened.runner.execute(maker.batch([(maker.sequence([1, 2, 3]), 3)])).token_ids
+
+    before = step()
+    ledger = opened.runner.report()["graphs"]
+    report = verify_engine(opened)
+    assert report.is_ok, str(report)
+    targets = {result.target for result in report.results}
+    assert {"prefill", "decode", "head", "sample", "sample_filtered"} <= targets
+    checked = [r for r in report.results if r.check == "equals padded eager" and r.target == "prefill"]
+    assert len({r.subject.split(" in ")[-1].split(",")[0] for r in checked}) >= 2
+    assert opened.runner.report()["graphs"] == ledger
+    assert step() == before
+
+
+def test_few_sizes_are_the_smallest_a_middle_and_the_largest(tmp_path: Path) -> None:
+    report = verify_engine(open_tiny(tmp_path, chunked_prefill_size=20), only_few_sizes=True)
+    looked_up = [
+        r.subject.split(",")[0] for r in report.results if r.check == "lookup" and r.target == "prefill"
+    ]
+    assert looked_up == ["tokens=20", "tokens=12", "tokens=4"]
+
+
+def test_weights_rebound_under_the_graphs_are_found(tmp_path: Path) -> None:
+    opened = open_tiny(tmp_path)
+    for module in opened.loaded.model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter * 1.5, requires_grad=False)
+    found = failed(verify_engine(opened))
+    assert {("prefill", "equals padded eager"), ("decode", "equals padded eager")} <= found
+
+
+def test_a_key_that_dispatch_no_longer_finds_is_an_error(tmp_path: Path) -> None:
+    from gapless.graphs.modes import Phase
+
+    opened = open_tiny(tmp_path)
+    dispatcher = opened.runner.dispatcher
+    dispatcher.drop(dispatcher.capture_descriptors(Phase.PREFILL)[0], phase=Phase.PREFILL)
+    assert failed(verify_engine(opened)) == {("prefill", "lookup")}
+
+
+def test_without_graphs_there_is_nothing_to_check(tmp_path: Path) -> None:
+    report = verify_engine(open_tiny(tmp_path, enforce_eager=True))
+    assert {str(result.status) for result in report.results} == {"skipped"}
