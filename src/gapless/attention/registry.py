@@ -150,10 +150,10 @@ _ROWS = (
     BackendInfo(
         name="triton_paged",
         support=_ALWAYS,
-        preferred=GraphMode.FULL_AND_PIECEWISE,
+        preferred=GraphMode.FULL,
         devices=("cuda",),
         factory=_triton_paged,
-        note="separate kernels for decode and prefill",
+        note="one kernel for every batch; full prefill graphs are measured to be faster (docs/log.md)",
     ),
     BackendInfo(
         name="flash_attention_2",

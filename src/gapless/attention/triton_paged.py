@@ -36,7 +36,7 @@ class TritonPagedBackend:
 
     name = "triton_paged"
     support = AttentionSupport.ALWAYS
-    preferred: GraphMode | None = GraphMode.FULL_AND_PIECEWISE
+    preferred: GraphMode | None = GraphMode.FULL
 
     def __init__(self) -> None:
         _kernels()

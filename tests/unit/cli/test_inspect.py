@@ -67,7 +67,7 @@ def test_soft_rule_yields_to_a_named_backend(plan, feature):
     [("no_layer_split", "prefill", "tc_piecewise"), ("no_layer_split", "decode", "full")],
 )
 def test_model_that_cannot_be_split_is_traced_and_keeps_full_decode(plan, feature, phase, strategy):
-    found = plan("--device", "cuda", "--feature", feature)
+    found = plan("--device", "cuda", "--feature", feature, "--attention-backend", "flash_attention_2")
     assert found[phase]["strategy"] == strategy
 
 
