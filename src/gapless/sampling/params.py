@@ -4,7 +4,9 @@ batch."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gapless.errors import RequestError
 
@@ -44,9 +46,9 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         _check_int("n", self.n, 1, 128)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
@@ -69,6 +71,9 @@ class SamplingParams:
                 raise RequestError(f"stop={text!r}: stop strings must be non-empty strings")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 2**31 - 1)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True: without text nothing can be matched")
 
@@ -79,6 +84,15 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    """None, as clients of other engines send it, is an empty list."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise RequestError(f"{name}={value!r}: must be a list")
+    return tuple(value)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
