@@ -3,7 +3,8 @@
 It loads a model, builds a runner for it, and drives an ``EngineCore`` until the caller's requests have ended;
 all prompts of a call run together in one continuous batch. Several ``stream`` iterators may be open at once:
 each step serves them all and each sees its own updates only. Invariant: when a call ends, for whatever
-reason, none of its requests is left running. One thread at a time. Read ``engine/core.py`` next.
+reason, none of its requests is left running. Threads may share an ``LLM``: a lock around the core lets one of
+them step at a time, for all. Read ``engine/core.py`` next.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -119,6 +121,8 @@ class LLM:
         self._calls: dict[str, _Call] = {}  # request id → the call it belongs to
         self._num_calls = 0
         self._is_shut_down = False
+        # Guards core, calls and inboxes. Reentrant: the collector may end a forgotten stream inside a step.
+        self._lock = threading.RLock()
 
     def generate(
         self,
@@ -199,12 +203,13 @@ class LLM:
 
     def shutdown(self) -> None:
         """Abort everything and release graphs and memory. Safe to call twice."""
-        if self._is_shut_down:
-            return
-        self._is_shut_down = True
-        for request_id in list(self._calls):
-            self.core.abort_request(request_id)
-        self.runner.shutdown()
+        with self._lock:
+            if self._is_shut_down:
+                return
+            self._is_shut_down = True
+            for request_id in list(self._calls):
+                self.core.abort_request(request_id)
+            self.runner.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -245,8 +250,11 @@ class LLM:
         self._require_running()
         params = params_for(prompts, sampling_params)
         call = _Call()
+        with self._lock:
+            call_number = self._num_calls
+            self._num_calls += 1
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            request_id = f"{self._num_calls}-{index}"
+            request_id = f"{call_number}-{index}"
             call.request_ids.append(request_id)
             try:
                 token_ids, text = split_prompt(prompt)
@@ -256,7 +264,6 @@ class LLM:
                     where = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise RequestError(f"{where}{error}") from None
                 call.inbox.append(failed_output(request_id, prompt, param, str(error)))
-        self._num_calls += 1
         return call
 
     def _finish(self, call: _Call) -> list[RequestOutput]:
@@ -266,22 +273,34 @@ class LLM:
 
     def _run(self, call: _Call, *, streams: bool) -> Iterator[RequestOutput]:
         """Step the engine until the call's requests have ended; yield their updates."""
-        self._require_running()
-        for request in call.requests:
-            self._calls[request.request_id] = call
-            self.core.add(request, streams=streams)
         try:
-            while True:
-                while call.inbox:
-                    yield call.inbox.popleft()
+            with self._lock:
+                self._require_running()
+                for request in call.requests:
+                    self._calls[request.request_id] = call
+                    self.core.add(request, streams=streams)
+            while (updates := self._next_updates(call)) is not None:
+                yield from updates
+        finally:
+            with self._lock:
+                for request in call.requests:
+                    if self._calls.pop(request.request_id, None) is not None:
+                        self.core.abort_request(request.request_id)
+
+    def _next_updates(self, call: _Call) -> list[RequestOutput] | None:
+        """What the call has not seen yet, after a step if that is nothing; None when it is over.
+
+        Somebody else's step, in another thread or between two updates, may have served this call.
+        """
+        with self._lock:
+            if not call.inbox:
                 if all(request.request_id not in self._calls for request in call.requests):
-                    return
+                    return None
                 self._require_running()
                 self._deliver(self.core.step())
-        finally:
-            for request in call.requests:
-                if self._calls.pop(request.request_id, None) is not None:
-                    self.core.abort_request(request.request_id)
+            updates = list(call.inbox)
+            call.inbox.clear()
+            return updates
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -353,3 +354,35 @@ class TestPackage:
         from importlib.metadata import version
 
         assert gapless.__version__ == version("gapless")
+
+
+@pytest.mark.parametrize("max_steps_ahead", [0, 1])
+def test_threads_may_share_an_engine(max_steps_ahead):
+    """Each gets its own answers; without a lock steps end out of order and blocks leak."""
+    llm = make_llm(max_steps_ahead=max_steps_ahead)
+    prompts = [[5, 6, 7], [8] * 40, [9, 4]]
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    wanted = [expected(prompt, 12) for prompt in prompts]
+    failures: list[object] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+                if found != wanted:
+                    failures.append(found)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert_idle(llm)
