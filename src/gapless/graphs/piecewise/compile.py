@@ -86,7 +86,7 @@ class PiecewiseForward:
         if recorder is not None and self._device.is_recording():
             recorder.add_check(functools.partial(self._verify, self._expect_check(args, kwargs)))
         with self._device.pause_recording():
-            args, kwargs = self._at_offset_zero(args, kwargs)
+            args, kwargs = self._in_plain_form(args, kwargs)
             return self._compiled(*args, **kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,13 +115,11 @@ class PiecewiseForward:
     def _mark_dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments as other tensor objects with their token dimension marked: marks stay on an
         object."""
-        bound = self._signature.bind(*args, **kwargs)
-        for name, value in bound.arguments.items():
-            if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                bound.arguments[name] = {key: self._mark(key, item) for key, item in value.items()}
-            else:
-                bound.arguments[name] = self._mark(name, value)
-        return bound.args, bound.kwargs
+        self._signature.bind(*args, **kwargs)  # raises for a call that ``fn`` could not take
+        parameters = self._signature.parameters.values()
+        names = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        marked_args = tuple(self._mark(names[min(i, len(names) - 1)], value) for i, value in enumerate(args))
+        return marked_args, {name: self._mark(name, value) for name, value in kwargs.items()}
 
     def _mark(self, name: str, value: Any) -> Any:
         dim = self._dynamic_dims.get(name, self._default_dim)
@@ -148,15 +146,15 @@ class PiecewiseForward:
         self._arm(check)
         return check
 
-    def _at_offset_zero(
+    def _in_plain_form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as traced code takes them: it holds for the offset into a storage that it was traced
-        with, and views of one buffer have many."""
+        """The arguments as traced code takes them. It holds for the offset into a storage that it was traced
+        with, and for the strides of dimensions of one element too; views of one buffer have many of both."""
         originals: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            if tensor.storage_offset() == 0:
+            if tensor.storage_offset() == 0 and tensor.stride() == _plain_stride(tensor):
                 return tensor
             moved = stand_in(tensor)
             originals[id(moved)] = tensor
@@ -197,10 +195,22 @@ class PiecewiseForward:
 def stand_in(tensor: Tensor) -> Tensor:
     """The same memory at offset zero of a storage that owns nothing: for the time of a call, or as long as
     the caller keeps the owner alive."""
-    num_bytes = storage_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+    stride = _plain_stride(tensor)
+    num_bytes = storage_bytes(tensor.shape, stride, tensor.dtype)
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, num_bytes)
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, 0, tensor.shape, tensor.stride())
+    return empty.set_(storage, 0, tensor.shape, stride)
+
+
+def _plain_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The stride a contiguous tensor has by itself; a prefix of a longer row may have another one."""
+    if not tensor.is_contiguous():
+        return tensor.stride()
+    stride, step = [], 1
+    for size in reversed(tensor.shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def install(
