@@ -47,6 +47,8 @@ class OutputPlan:
 
     fields: tuple[OutputField, ...]
     names: tuple[str, ...]
+    """Of the tensors; ``leaf_names`` are of everything."""
+    leaf_names: tuple[str, ...]
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
     """Of the result, with None for tensors."""
@@ -90,6 +92,7 @@ class OutputPlan:
         return cls(
             fields=tuple(fields),
             names=tuple(tensor_names),
+            leaf_names=tuple(names),
             structure=reference.structure,
             leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in reference.leaves),
             is_tensor=tuple(isinstance(leaf, Tensor) for leaf in reference.leaves),
@@ -122,12 +125,9 @@ class OutputPlan:
     @property
     def frozen_leaves(self) -> dict[str, Any]:
         """Values in the result that are not tensors."""
-        paths = [n for n, is_tensor in zip(self._all_names(), self.is_tensor, strict=True) if not is_tensor]
-        values = [v for v, is_tensor in zip(self.leaves, self.is_tensor, strict=True) if not is_tensor]
-        return {name: value for name, value in zip(paths, values, strict=True) if value is not None}
-
-    def _all_names(self) -> list[str]:
-        return _names(Observed({}, self.leaves, self.structure))
+        return {
+            name: leaf for name, leaf in zip(self.leaf_names, self.leaves, strict=True) if leaf is not None
+        }
 
 
 def _names(run: Observed) -> list[str]:

@@ -1,0 +1,49 @@
+"""The examples: four modules that are not ours run as graphs and equal eager, in seconds, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _quick(_quick_collections: None) -> None:
+    """Captures collect garbage; the session's fixture keeps that short."""
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(STRATEGIES)
+
+
+STRATEGIES = {
+    "decoder_layers": "full",
+    "vision_transformer": "full",
+    "diffusion_blocks": "full",
+    "mlp_with_break": "breakable",
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_example_equals_eager_and_replays(name: str) -> None:
+    report = load(name).main()
+    assert report["failures"] == []
+    assert {graph["strategy"] for graph in report["graphs"]} == {STRATEGIES[name]}
+    assert sum(step["count"] for step in report["steps"]) >= 4
+    reasons = {row["reason"] for row in report["eager"]}
+    assert reasons <= {"padded_eager", "larger_than_largest"}
