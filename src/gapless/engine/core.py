@@ -190,7 +190,11 @@ class EngineCore:
             self._finish(sequence, error=f"the sampler drew token {token_id}, which is not in the vocabulary")
             return
         choice = self._choices[sequence]
-        finish = choice.accept(token_id, candidates)
+        try:
+            finish = choice.accept(token_id, candidates)
+        except Exception as error:  # of the tokenizer: this text cannot be made, the others can
+            self._finish(sequence, error=_text_error(error))
+            return
         if finish is not None:
             self.scheduler.finish(sequence, reason=finish.reason, stop_reason=finish.stop_reason)
         if finish is not None or choice.streams:
@@ -216,24 +220,37 @@ class EngineCore:
 
     def _collect(self) -> list[RequestOutput]:
         outputs = []
-        for request_id, active in self._changed.items():
+        changed, self._changed = self._changed, {}  # an abort meanwhile belongs to the next step
+        for request_id, active in changed.items():
+            if self._active.get(request_id) is not active:
+                continue  # aborted while its last output was being collected
             is_finished = True
             for choice in active.choices:
                 if not choice.sequence.is_finished:
                     is_finished = False
                 elif self._choices.pop(choice.sequence, None) is not None:
-                    choice.close()
+                    self._close(choice)
             if is_finished:
                 del self._active[request_id]
             if is_finished or active.streams:
                 outputs.append(active.snapshot())
-        self._changed.clear()
         return outputs
+
+    def _close(self, choice: Choice) -> None:
+        try:
+            choice.close()
+        except Exception as error:
+            sequence = choice.sequence
+            sequence.finish_reason, sequence.error = "error", sequence.error or _text_error(error)
 
     def _decode_token(self, token_id: int) -> str | None:
         if self.tokenizer is None:
             return None
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _text_error(error: Exception) -> str:
+    return f"the tokens cannot be turned into text: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -480,3 +480,56 @@ def test_two_hundred_random_requests_with_aborts_and_failures_leak_nothing(seed)
     summary = run_soak(num_requests=200, seed=seed)
     assert summary.num_finished == 200
     assert min(summary.num_aborted, summary.num_preemptions, summary.num_errors) > 0
+
+
+class _Tokenizer:
+    """Text of one letter per token; ``on_decode`` sees what is decoded and may do anything."""
+
+    def __init__(self, on_decode) -> None:
+        self.on_decode = on_decode
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids, *, skip_special_tokens: bool = True) -> str:
+        self.on_decode(list(token_ids))
+        return "".join(map(chr, token_ids))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("max_steps_ahead", [0, 1])
+def test_a_text_that_cannot_be_decoded_fails_its_own_request_only(streams, max_steps_ahead):
+    def refuse_z(token_ids: list[int]) -> None:
+        if token_ids.count(ord("z")) > 2:
+            raise ValueError("no such text")
+
+    runner = PagedFakeRunner(vocab_size=128, max_steps_ahead=max_steps_ahead)
+    runner.draw = lambda entry, read: read[0]
+    core = EngineCore(runner, tokenizer=_Tokenizer(refuse_z))
+    for request_id, prompt in [("a", "a"), ("bad", "z"), ("b", "b")]:
+        params = SamplingParams(max_tokens=6, temperature=0.0)
+        core.add_request(request_id, prompt, params, streams=streams)
+    final = {name: output.outputs[0] for name, output in drain(core).items()}
+    assert (final["a"].text, final["a"].finish_reason) == ("aaaaaa", "length")
+    assert (final["b"].text, final["b"].finish_reason) == ("bbbbbb", "length")
+    assert final["bad"].finish_reason == "error"
+    assert "no such text" in final["bad"].error
+
+
+@pytest.mark.parametrize("other_streams", [True, False])
+def test_an_abort_while_outputs_are_collected_is_seen_once(other_streams):
+    """The collector may run anywhere and end a stream that was forgotten."""
+
+    def abort_other(token_ids: list[int]) -> None:
+        if token_ids[-3:] == [ord("a")] * 3:
+            core.abort_request("other")
+
+    runner = PagedFakeRunner(vocab_size=128)
+    runner.draw = lambda entry, read: read[0]
+    core = EngineCore(runner, tokenizer=_Tokenizer(abort_other))
+    core.add_request("a", "a", SamplingParams(max_tokens=3, temperature=0.0), streams=False)
+    other = SamplingParams(max_tokens=50, temperature=0.0)
+    core.add_request("other", "o", other, streams=other_streams)
+    final = {name: output.outputs[0] for name, output in drain(core).items()}
+    assert (final["a"].text, final["a"].finish_reason) == ("aaa", "length")
+    assert final["other"].finish_reason == "abort"
