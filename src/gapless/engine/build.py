@@ -239,6 +239,7 @@ class _Build:
                 splitting_ops=self.config.graphs.splitting_ops,
                 device=self.device,
                 max_num_tokens=limits.max_num_tokens,
+                max_num_reqs=limits.max_num_reqs,
             )
         return GraphSet(
             self.model,

@@ -28,8 +28,10 @@ def make_compiled_forward(
     splitting_ops: tuple[str, ...] | None,
     device: GraphDevice,
     max_num_tokens: int,
+    max_num_reqs: int,
 ) -> PiecewiseForward | None:
-    """None where the plan compiles nothing. ``splitting_ops`` come on top of attention.
+    """None where the plan compiles nothing. ``splitting_ops`` come on top of attention; the limits are those
+    of one step.
 
     Raises ``ConfigError`` for an operator that does not exist.
     """
@@ -46,11 +48,11 @@ def make_compiled_forward(
         passes=registered_passes(),
         off_switch=_off_switch(plan),
     )
+    only_decodes = plan.prefill.strategy is Strategy.BREAKABLE
+    max_rows = max_num_reqs if only_decodes else max_num_tokens
+    is_dynamic = max_rows >= MIN_TRACE_ROWS  # else every step has one row
     return PiecewiseForward(
-        hidden_states,
-        config=config,
-        device=device,
-        default_dim=0 if max_num_tokens >= MIN_TRACE_ROWS else None,
+        hidden_states, config=config, device=device, default_dim=0 if is_dynamic else None
     )
 
 

@@ -125,8 +125,9 @@ class GraphSet:
         """
         if self.compiled is None or self.compiled.is_compiled:
             return
-        num_tokens = trace_tokens(self.compiled, max_num_tokens=self.limits.max_num_tokens)
-        self.prefill.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=1))
+        runner = self.prefill if self.prefill.is_compiled else self.decode
+        num_tokens = trace_tokens(self.compiled, max_num_tokens=runner.inputs.max_sizes["tokens"])
+        runner.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=1))
 
     @property
     def vocab_size(self) -> int:
@@ -223,6 +224,11 @@ class GraphSet:
             make_dummy=lambda d: {f.name: np.zeros(d.num_reqs, dtype=np.int32) for f in fields},
         )
 
+    def embeds_drawn_tokens(self, runner: GraphRunner) -> bool:
+        """Whether ``runner`` itself looks drawn tokens up, so that ``take_drawn_tokens`` is not needed."""
+        is_in_graph = runner.strategy is not Strategy.BREAKABLE and self.compiled is None
+        return is_in_graph and self._model.has_fused_kernels
+
     def take_drawn_tokens(self, views: InputViews) -> None:
         """Put the tokens that the step before drew where this step's inputs want them: the host, which is one
         step behind, wrote 0 there. An invalid token (-1) becomes 0; its request fails when the host sees it.
@@ -242,6 +248,10 @@ class GraphSet:
         input_ids_T, positions_T = views["input_ids"], views["positions"]
         if self.compiled is not None:
             return self.compiled(input_ids_T, positions_T)
+        if self._model.has_fused_kernels:
+            return self._model.hidden_states_of_drawn(
+                input_ids_T, positions_T, drawn_rows_T=views["drawn_rows"], drawn_R=self.tokens
+            )
         return self._model.layers(self._model.embed(input_ids_T), positions_T)
 
     def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
