@@ -28,12 +28,17 @@ from gapless.graphs.samples import smaller_than
 
 
 def verify_graphed(
-    graphed: Graphed, *, seed: int, variants: Sequence[Mapping[str, Any]], tolerance: float | None
+    graphed: Graphed,
+    *,
+    seed: int,
+    variants: Sequence[Mapping[str, Any]],
+    scratch: Sequence[Tensor],
+    tolerance: float | None,
 ) -> CheckReport:
     """What ``Graphed.verify`` documents."""
     generation = graphed.generation
     with generation.pool.use():
-        report = check(_target(generation, variants), seed=seed, tolerance=tolerance)
+        report = check(_target(generation, variants, scratch), seed=seed, tolerance=tolerance)
     _check_kept_results(graphed, report, seed=seed)
     template = generation.template
     for leaf in template.frozen_tensors:
@@ -48,7 +53,9 @@ def verify_graphed(
     return report
 
 
-def _target(generation: Generation, variants: Sequence[Mapping[str, Any]]) -> CheckTarget:
+def _target(
+    generation: Generation, variants: Sequence[Mapping[str, Any]], scratch: Sequence[Tensor]
+) -> CheckTarget:
     findings, buckets, template = generation.findings, generation.buckets, generation.template
     assert findings is not None
     state = generation.state_tensors()
@@ -85,6 +92,7 @@ def _target(generation: Generation, variants: Sequence[Mapping[str, Any]]) -> Ch
         find=lambda real: generation.find(buckets.sizes_of(real)),
         roots=generation.roots,
         state=state,
+        scratch=scratch,
         audit=generation.changes,
         live_names=findings.live_names - {effect.partition(":")[0] for effect in findings.side_effects},
         draws_random_numbers=findings.draws_random_numbers,

@@ -227,9 +227,8 @@ class Generation:
             return strategy
         if findings.break_names:
             breaks = ", ".join(dict.fromkeys(findings.break_names))
-            self._decide(
-                "auto", "auto", "breakable", f"it has {len(findings.break_names)} eager breaks: {breaks}"
-            )
+            reason = f"it reaches {len(findings.break_names)} eager breaks, of {breaks}"
+            self._decide("auto", "auto", "breakable", reason)
             return Strategy.BREAKABLE
         self._decide("auto", "auto", "full", "it has no eager break")
         return Strategy.FULL

@@ -266,16 +266,18 @@ class Graphed:
         *,
         seed: int = 0,
         variants: Sequence[Mapping[str, Any]] = (),
+        scratch: Sequence[Tensor] = (),
         tolerance: float | None = None,
     ) -> CheckReport:
         """Prove on fresh data that the graphs are right: see ``check.py``.
 
         ``variants``: other values of frozen arguments, by name, that real calls might use; what the graphs
-        would freeze of them is an error in the report.
+        would freeze of them is an error in the report. ``scratch``: views of memory that the callable writes
+        in place and padding may write, too (a cache's sink slot); elsewhere padding must write nothing.
         """
         from gapless.graphs.check_targets import verify_graphed
 
-        return verify_graphed(self, seed=seed, variants=variants, tolerance=tolerance)
+        return verify_graphed(self, seed=seed, variants=variants, scratch=scratch, tolerance=tolerance)
 
     def __enter__(self) -> Self:
         return self
