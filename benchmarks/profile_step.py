@@ -136,7 +136,7 @@ class DecodeSteps:
         self._context = min(context, longest)
 
     @contextmanager
-    def ready(self) -> Iterator[Callable[[], None]]:
+    def ready(self) -> Iterator[Callable[[], object]]:
         core = EngineCore(self._opened.runner)
         prompts = [random_prompt(self._opened, self._context) for _ in range(self._batch)]
         for index, prompt in enumerate(prompts):
@@ -159,7 +159,7 @@ class PrefillSteps:
         self._opened, self._tokens, self.steps = opened, tokens, steps
 
     @contextmanager
-    def ready(self) -> Iterator[Callable[[], None]]:
+    def ready(self) -> Iterator[Callable[[], object]]:
         core = EngineCore(self._opened.runner)
         prompts = [random_prompt(self._opened, self._tokens) for _ in range(8)]
         count = 0
@@ -207,7 +207,7 @@ def profile(
     return figures
 
 
-def time_steps(step: Callable[[], None], steps: int) -> tuple[list[float], float]:
+def time_steps(step: Callable[[], object], steps: int) -> tuple[list[float], float]:
     """Wall microseconds of each step, and CPU microseconds (all threads; includes busy waiting) per step."""
     synchronize()
     cpu_start, walls = time.process_time(), []
@@ -220,7 +220,7 @@ def time_steps(step: Callable[[], None], steps: int) -> tuple[list[float], float
 
 
 def trace_steps(
-    step: Callable[[], None], steps: int, *, keep: Path | None
+    step: Callable[[], object], steps: int, *, keep: Path | None
 ) -> tuple[list[dict[str, Any]], float]:
     """The profiler's events of ``steps`` steps, and the wall microseconds a step took under it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -331,7 +331,7 @@ def print_table(title: str, figures: dict[str, Any], num_rows: int) -> None:
         )
 
 
-def print_host_functions(step: Callable[[], None], steps: int, num_rows: int) -> None:
+def print_host_functions(step: Callable[[], object], steps: int, num_rows: int) -> None:
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):

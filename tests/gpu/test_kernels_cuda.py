@@ -21,7 +21,7 @@ from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.head import finish_greedy
-from gapless.kernels.norm import fused_add_rms_norm, fused_rms_norm
+from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 from gapless.models.config import parse_config
 from gapless.models.decoder import Decoder
@@ -100,6 +100,22 @@ def test_addition_and_norm_equal_two_steps(num_tokens: int, size: int, dtype: to
     total, normed = fused_add_rms_norm(update, residual, weight, 1e-6)
     assert torch.equal(total, residual + update)
     assert_close_to(normed, exact_norm(total, weight, 1e-6))
+
+
+@poisoned
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), SHAPES)
+def test_embedding_of_known_and_of_drawn_tokens(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    embedding, weight = random(500, size, dtype=dtype), random(size, dtype=dtype)
+    drawn = torch.randint(500, (17,), device="cuda")
+    drawn[16] = 0
+    is_known = torch.arange(num_tokens, device="cuda") % 3 != 0
+    ids = torch.randint(500, (num_tokens,), device="cuda").where(is_known, 0).int()
+    drawn_rows = torch.randint(16, (num_tokens,), device="cuda").where(~is_known, 16).int()
+    hidden, normed = fused_embed_rms_norm(ids, drawn_rows, drawn, embedding, weight, 1e-5)
+    expected = embedding[torch.where(is_known, ids.long(), drawn[drawn_rows.long()])]
+    assert torch.equal(hidden, expected)
+    assert_close_to(normed, exact_norm(expected, weight, 1e-5))
 
 
 @poisoned
@@ -252,6 +268,8 @@ def test_graphs_of_fused_kernels_equal_padded_eager(
     report = opened.runner.report()
     assert not report["eager"]
     assert not report["failures"]
+    opened.runner.max_steps_ahead = 0
+    assert generate(opened) == with_graphs
     with opened.runner.padded_eager():
         assert generate(opened) == with_graphs
     if decode == "full":

@@ -109,7 +109,8 @@ class ModelRunner:
         owner = decision.owner or decision.phase
         runner = self._graphs.decode if owner is Phase.DECODE else self._graphs.prefill
         num_tokens, num_reqs = sum(arrays.query_lens), len(arrays.query_lens)
-        amend = self._graphs.take_drawn_tokens if arrays.has_unknown else None
+        must_amend = arrays.has_unknown and not self._graphs.embeds_drawn_tokens(runner)
+        amend = self._graphs.take_drawn_tokens if must_amend else None
         if decision.descriptor is None:
             assert decision.reason is not None
             self.log.count_eager(decision.phase, str(decision.reason))

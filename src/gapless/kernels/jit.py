@@ -57,6 +57,39 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def embed_norm_kernel(
+    input_ids_T,
+    drawn_rows_T,
+    drawn_R,
+    embedding_VE,
+    weight_E,
+    hidden_TE,
+    normed_TE,
+    embedding_stride_v,
+    eps,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per token: its row of the embedding, and that row's norm."""
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, SIZE_PAD)
+    is_element = element < SIZE
+    weight = tl.load(weight_E + element, mask=is_element, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    drawn = tl.load(drawn_R + tl.load(drawn_rows_T + token)).to(tl.int64)
+    token_id = tl.maximum(tl.load(input_ids_T + token).to(tl.int64), drawn)
+    row_E = tl.load(embedding_VE + token_id * embedding_stride_v + element, mask=is_element, other=0.0)
+    tl.store(hidden_TE + token * SIZE + element, row_E, mask=is_element)
+    value_E = row_E.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value_E * value_E, 0) / SIZE + eps)
+    normed_E = (value_E * scale * weight).to(normed_TE.dtype.element_ty)
+    tl.store(normed_TE + token * SIZE + element, normed_E, mask=is_element)
+
+
+@triton.jit
 def rotate_heads_kernel(
     qkv_TC,
     norm_weight_GD,

@@ -1,8 +1,8 @@
-"""RMS norm, alone or together with the residual addition before it.
+"""RMS norm, alone or together with what comes before it: a residual addition, or the embedding.
 
-Both operators are functional: the residual stream gets a new tensor at each addition, which costs nothing in
+The operators are functional: the residual stream gets a new tensor at each addition, which costs nothing in
 a graph (the pool hands the old one's memory to the next) and leaves static inputs untouched. ``T`` tokens,
-``E`` hidden size.
+``E`` hidden size, ``V`` vocabulary, ``R`` rows that the step before drew tokens for.
 """
 
 from __future__ import annotations
@@ -40,6 +40,55 @@ def fused_add_rms_norm(
     return sum_TE, normed_TE
 
 
+def _fake_embed(
+    input_ids_T: Tensor,
+    drawn_rows_T: Tensor,
+    drawn_R: Tensor,
+    embedding_VE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    shape = (input_ids_T.shape[0], embedding_VE.shape[1])
+    return embedding_VE.new_empty(shape), embedding_VE.new_empty(shape)
+
+
+@register_custom_op(fake=_fake_embed)
+def fused_embed_rms_norm(
+    input_ids_T: Tensor,
+    drawn_rows_T: Tensor,
+    drawn_R: Tensor,
+    embedding_VE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """``(embedding of each token, norm of that)``.
+
+    A token's id is the larger of ``input_ids[t]`` and ``drawn[drawn_rows[t]]``, one of which is 0 (or less,
+    for an invalid token) unless they agree: so ids may come from the host or from the step before.
+    """
+    hidden_TE, normed_TE = _fake_embed(input_ids_T, drawn_rows_T, drawn_R, embedding_VE, weight_E, eps)
+    num_tokens, size = hidden_TE.shape
+    if num_tokens == 0:
+        return hidden_TE, normed_TE
+    size_pad = _size_pad(size)
+    kernels().embed_norm_kernel[(num_tokens,)](
+        input_ids_T,
+        drawn_rows_T,
+        drawn_R,
+        embedding_VE,
+        weight_E,
+        hidden_TE,
+        normed_TE,
+        embedding_VE.stride(0),
+        eps,
+        SIZE=size,
+        SIZE_PAD=size_pad,
+        num_warps=_num_warps(size_pad, hidden_TE.element_size()),
+        **launch_options(hidden_TE.device),
+    )
+    return hidden_TE, normed_TE
+
+
 def _launch(
     update_TE: Tensor | None,
     residual_TE: Tensor,
@@ -49,11 +98,9 @@ def _launch(
     eps: float,
 ) -> None:
     num_tokens, size = residual_TE.shape
-    if size > MAX_SIZE:
-        raise ConfigError(f"the fused norm handles rows of up to {MAX_SIZE} elements, not {size}")
+    size_pad = _size_pad(size)
     if num_tokens == 0:
         return
-    size_pad = next_power_of_2(size)
     kernels().rms_norm_kernel[(num_tokens,)](
         residual_TE if update_TE is None else update_TE,
         residual_TE,
@@ -69,6 +116,12 @@ def _launch(
         num_warps=_num_warps(size_pad, residual_TE.element_size()),
         **launch_options(residual_TE.device),
     )
+
+
+def _size_pad(size: int) -> int:
+    if size > MAX_SIZE:
+        raise ConfigError(f"the fused norm handles rows of up to {MAX_SIZE} elements, not {size}")
+    return next_power_of_2(size)
 
 
 def _num_warps(size_pad: int, itemsize: int) -> int:

@@ -43,6 +43,12 @@ class CausalModel(Protocol):
     def layers(self, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
         """The layer stack and the final norm: ``[T, E], [T] int32/int64 -> [T, E]``."""
 
+    def hidden_states_of_drawn(
+        self, input_ids_T: Tensor, positions_T: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+    ) -> Tensor:
+        """``layers(embed(ids))``, where an id is the larger of ``input_ids[t]`` and
+        ``drawn[drawn_rows[t]]``."""
+
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""
 

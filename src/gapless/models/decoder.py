@@ -21,7 +21,7 @@ from gapless.attention.base import Attention
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
-from gapless.models.fused import fused_layers
+from gapless.models.fused import fused_hidden_states, fused_layers
 from gapless.models.layers import (
     HeadNorm,
     Linear,
@@ -88,6 +88,18 @@ class Decoder(nn.Module):
         for block in self.blocks:
             hidden_TE = block(hidden_TE, cos_T1F, sin_T1F)
         return self.final_norm(hidden_TE)
+
+    def hidden_states_of_drawn(
+        self, input_ids_T: Tensor, positions_T: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+    ) -> Tensor:
+        """``layers(embed(ids))``, where an id is the larger of ``input_ids[t]`` and
+        ``drawn[drawn_rows[t]]``."""
+        if self.has_fused_kernels:
+            return fused_hidden_states(
+                self, input_ids_T, positions_T, drawn_rows_T=drawn_rows_T, drawn_R=drawn_R
+            )
+        drawn_T = drawn_R.index_select(0, drawn_rows_T)
+        return self.layers(self.embed(torch.maximum(input_ids_T, drawn_T)), positions_T)
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""

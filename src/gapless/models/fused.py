@@ -2,8 +2,8 @@
 
 The same parameters and the same order of operations as the modules of ``decoder.py``, whose forward stays the
 oracle; only what lies between two matrix products is one kernel each. A layer is nine nodes of a graph: four
-products, attention, and four kernels. The residual stream and the product that is to be added to it travel
-separately, so that each addition joins the norm after it. ``T`` tokens, ``E`` hidden size, ``C`` columns of
+products, attention, and four kernels. The addition to the residual stream joins the norm after it, also the
+next layer's. ``T`` tokens, ``E`` hidden size, ``C`` columns of
 merged heads, ``H`` query heads, ``D`` head size.
 """
 
@@ -16,31 +16,42 @@ from torch import Tensor
 
 from gapless.graphs.context import get_forward_context
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.norm import fused_add_rms_norm, fused_rms_norm
+from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 
 if TYPE_CHECKING:
-    from gapless.models.decoder import Decoder, DecoderAttention, DecoderLayer
+    from gapless.models.decoder import Decoder, DecoderAttention
     from gapless.models.layers import RMSNorm
 
 
 def fused_layers(model: Decoder, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
     """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``."""
-    residual_TE, update_TE = hidden_TE, None
-    for block in model.blocks:
-        residual_TE, update_TE = _layer(block, residual_TE, update_TE, model.rope_P2F, positions_T)
-    _, normed_TE = _add_and_norm(update_TE, residual_TE, model.final_norm)
+    norm = model.blocks[0].attention_norm
+    normed_TE = fused_rms_norm(hidden_TE, norm.weight, norm.eps)
+    return _run_layers(model, hidden_TE, normed_TE, positions_T)
+
+
+def fused_hidden_states(
+    model: Decoder, input_ids_T: Tensor, positions_T: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+) -> Tensor:
+    """Embedding, layers and final norm: ``[T], [T] -> [T, E]``. Where ``input_ids`` is 0, the token is
+    ``drawn[drawn_rows]``: what the step before drew, which the host need not know."""
+    norm = model.blocks[0].attention_norm
+    hidden_TE, normed_TE = fused_embed_rms_norm(
+        input_ids_T, drawn_rows_T, drawn_R, model.embedding, norm.weight, norm.eps
+    )
+    return _run_layers(model, hidden_TE, normed_TE, positions_T)
+
+
+def _run_layers(model: Decoder, residual_TE: Tensor, normed_TE: Tensor, positions_T: Tensor) -> Tensor:
+    norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
+    for block, norm_after in zip(model.blocks, norms_after, strict=True):
+        attended_THD = _attention(block.attention, normed_TE, model.rope_P2F, positions_T)
+        update_TE = block.attention.out(attended_THD.flatten(1))
+        residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
+        update_TE = block.mlp.down(fused_silu_mul(block.mlp.gate_up(normed_TE)))
+        residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
     return normed_TE
-
-
-def _layer(
-    block: DecoderLayer, residual_TE: Tensor, update_TE: Tensor | None, rope_P2F: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.attention_norm)
-    attended_THD = _attention(block.attention, normed_TE, rope_P2F, positions_T)
-    update_TE = block.attention.out(attended_THD.flatten(1))
-    residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
-    return residual_TE, block.mlp.down(fused_silu_mul(block.mlp.gate_up(normed_TE)))
 
 
 def _attention(
@@ -62,7 +73,5 @@ def _attention(
     return attention.core(query_THD)
 
 
-def _add_and_norm(update_TE: Tensor | None, residual_TE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    if update_TE is None:
-        return residual_TE, fused_rms_norm(residual_TE, norm.weight, norm.eps)
+def _add_and_norm(update_TE: Tensor, residual_TE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     return fused_add_rms_norm(update_TE, residual_TE, norm.weight, norm.eps)

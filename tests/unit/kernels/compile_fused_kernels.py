@@ -96,12 +96,14 @@ def main() -> None:
         module.kernels = lambda: kernels  # type: ignore[attr-defined]
         module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
     for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 64)):
-        for size in (576, 4096):
+        for size in (576,) if num_tokens == 1 else (4096,):
             hidden, weight = torch.zeros(num_tokens, size, dtype=dtype), torch.zeros(size, dtype=dtype)
             norm.fused_rms_norm(hidden, weight, 1e-5)
             norm.fused_add_rms_norm(hidden, hidden, weight, 1e-5)
+            ids, drawn = torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
+            norm.fused_embed_rms_norm(ids, ids, drawn, hidden, weight, 1e-5)
             activation.fused_silu_mul(torch.zeros(num_tokens, 2 * size, dtype=dtype))
-        for num_heads, num_kv_heads, head_size in ((9, 3, 64), (16, 8, 128), (8, 8, 80)):
+        for num_heads, num_kv_heads, head_size in ((9, 3, 64), (16, 8, 128)):
             columns = (num_heads + 2 * num_kv_heads) * head_size
             qkv = torch.zeros(num_tokens, columns, dtype=dtype)
             rope = make_rope(head_size, num_positions=4, dtype=dtype)

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 KERNELS = {
     "rms_norm_kernel",
+    "embed_norm_kernel",
     "silu_mul_kernel",
     "rotate_heads_kernel",
     "best_of_chunk_kernel",
@@ -51,7 +52,7 @@ def test_memory_moves_16_bytes_at_a_time(reports: list[dict[str, Any]]) -> None:
 def test_early_kernels_wait_before_they_write_or_read_what_was_computed(
     reports: list[dict[str, Any]],
 ) -> None:
-    reads_weights = {"rms_norm_kernel", "rotate_heads_kernel"}
+    reads_weights = {"rms_norm_kernel", "embed_norm_kernel", "rotate_heads_kernel"}
     for report in reports:
         assert report["waits"], report
         assert report["stores_before_wait"] == 0, report

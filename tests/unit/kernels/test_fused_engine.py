@@ -111,6 +111,28 @@ def test_fused_layers_equal_the_unfused_forward(family: str, dtype: torch.dtype)
         assert_close_to(cache[1:], wanted[1:], ulps=4, fraction=0.2)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_ids_drawn_on_the_device_stand_in_for_those_of_the_host(fused: bool) -> None:
+    config = parse_config(CONFIG, source="test")
+    model = Decoder(config, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
+    fill_dummy_weights(model, seed=0)
+    model.has_fused_kernels = fused
+    batch = make_batch([(0, 3), (4, 1)], num_heads=4, num_kv_heads=2, head_size=16)
+    for layer in model.attention_layers():
+        layer.bind(TorchReferenceBackend(), batch.k_cache.clone(), batch.v_cache.clone())
+    positions = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    drawn = torch.tensor([60, 61, 62, 0])
+    with use_forward_context(ForwardContext(batch=batch.metadata)):
+        expected = model.layers(model.embed(torch.tensor([5, 6, 62, 60])), positions)
+        actual = model.hidden_states_of_drawn(
+            torch.tensor([5, 6, 0, 0], dtype=torch.int32),
+            positions,
+            drawn_rows_T=torch.tensor([3, 3, 2, 0], dtype=torch.int32),
+            drawn_R=drawn,
+        )
+    assert torch.equal(actual, expected)
+
+
 def open_engine_of(folder: Path, prefill: str, decode: str) -> OpenedEngine:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -160,13 +182,16 @@ def test_graphs_of_fused_kernels_equal_padded_eager_and_draw_what_unfused_ones_d
     assert generate(opened) == unfused_tokens
     assert not opened.runner.report()["eager"], "every step ran as a graph"
     logits = opened.runner._graphs.logits.clone()
+    opened.runner.max_steps_ahead = 1
+    assert generate(opened) == unfused_tokens, "drawn tokens that only the device knows"
+    opened.runner.max_steps_ahead = 0
     with opened.runner.padded_eager():
         assert generate(opened) == unfused_tokens
     assert torch.equal(opened.runner._graphs.logits, logits), "the last step's logits are bit-equal"
 
 
 def test_a_layer_is_nine_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Four products, attention and four fused kernels; embedding, final norm and the head come on top."""
+    """Four products, attention and four fused kernels; embedding and first norm, and the head."""
     monkeypatch.setattr(decoder, "has_fused_kernels", lambda device: True)
     opened = open_engine_of(tmp_path / "fused", "full", "full")
     store = opened.runner._graphs.store
@@ -175,4 +200,4 @@ def test_a_layer_is_nine_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     for key in decode:
         entry = store.get(key)
         assert entry is not None
-        assert entry.program.num_nodes == 9 * CONFIG["num_hidden_layers"] + 4
+        assert entry.program.num_nodes == 9 * CONFIG["num_hidden_layers"] + 3

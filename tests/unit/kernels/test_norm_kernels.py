@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gapless.engine.graph_set import INVALID_TOKEN
 from gapless.errors import ConfigError
 from gapless.kernels import norm
-from gapless.kernels.norm import fused_add_rms_norm, fused_rms_norm
+from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from kernel_oracles import DTYPES, assert_close_to, norm_oracle
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -99,9 +100,28 @@ def test_any_shape(num_tokens: int, size: int, dtype: torch.dtype, seed: int) ->
     assert_close_to(normed, norm_oracle(total, weight, 1e-5), fraction=0.5)
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_embedding_takes_ids_from_the_host_or_from_the_step_before(
+    id_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    embedding, weight = rows(50, 40, dtype), rows(1, 40, dtype, seed=1)[0]
+    drawn = torch.tensor([7, 49, INVALID_TOKEN, 0])  # the last row is the one of known tokens
+    ids = torch.tensor([3, 0, 0, 0, 48], dtype=id_dtype)
+    drawn_rows = torch.tensor([3, 1, 0, 2, 3], dtype=torch.int32)
+    hidden, normed = fused_embed_rms_norm(ids, drawn_rows, drawn, embedding, weight, 1e-5)
+    expected = embedding[[3, 49, 7, 0, 48]]
+    assert torch.equal(hidden, expected)
+    assert_close_to(normed, norm_oracle(expected, weight, 1e-5))
+
+
 def test_no_rows_launch_nothing() -> None:
     empty, weight = torch.empty(0, 16), torch.ones(16)
     assert fused_rms_norm(empty, weight, 1e-5).shape == (0, 16)
+    nothing = torch.empty(0, dtype=torch.int32)
+    embedded = fused_embed_rms_norm(nothing, nothing, torch.zeros(1), torch.ones(5, 16), weight, 1e-5)
+    assert [t.shape for t in embedded] == [(0, 16), (0, 16)]
     assert [t.shape for t in fused_add_rms_norm(empty, empty, weight, 1e-5)] == [(0, 16), (0, 16)]
 
 
