@@ -1,4 +1,4 @@
-"""How many cache blocks fit on a GPU: the arithmetic and the order of events, with a device that only counts."""
+"""How many cache blocks fit on a GPU: arithmetic and order of events, with a device that only counts."""
 
 from __future__ import annotations
 

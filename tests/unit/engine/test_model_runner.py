@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,27 +123,80 @@ def test_mixed_batches_with_interleaved_sizes_equal_padded_eager(opened: OpenedE
     assert all(torch.equal(a, b) for a, b in zip(graph, eager, strict=True))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 5, 9, 17, 29])
-def test_poisoned_padding_leaves_every_real_row_bit_equal(opened: OpenedEngine, num_tokens: int) -> None:
+def poisoned_and_eager(
+    runner: ModelRunner, play: Callable[[], list[torch.Tensor]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Graphs with poison in every pad region, beside padded eager with the declared padding."""
+    poison(runner, True)
+    try:
+        poisoned = play()
+    finally:
+        poison(runner, False)
+    with runner.padded_eager():
+        eager = play()
+    return zip(poisoned, eager, strict=True)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 33))
+def test_prefill_with_poisoned_padding_equals_padded_eager_at_every_size(
+    opened: OpenedEngine, num_tokens: int
+) -> None:
     runner = opened.runner
     tokens = random_tokens(random.Random(num_tokens), num_tokens)
 
-    def steps() -> list[torch.Tensor]:
+    def play() -> list[torch.Tensor]:
         maker = BatchMaker()
-        sequences = [maker.sequence(tokens), maker.sequence(tokens[:1]), maker.sequence(tokens[:2])]
-        result = runner.execute(maker.batch([(s, len(s.token_ids)) for s in sequences]))
-        first = logits_of(runner, result)
-        for sequence, token in zip(sequences, result.token_ids, strict=True):
-            sequence.token_ids.append(token)
-        return [first, logits_of(runner, runner.execute(maker.batch([(s, 1) for s in sequences])))]
+        return [logits_of(runner, runner.execute(maker.batch([(maker.sequence(tokens), num_tokens)])))]
 
-    clean = steps()
-    poison(runner, True)
-    try:
-        poisoned = steps()
-    finally:
-        poison(runner, False)
-    assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+    assert all(torch.equal(poisoned, eager) for poisoned, eager in poisoned_and_eager(runner, play))
+
+
+@pytest.mark.parametrize("num_tokens", range(3, 33))
+def test_mixed_steps_with_poisoned_padding_equal_padded_eager_at_every_size(
+    opened: OpenedEngine, num_tokens: int
+) -> None:
+    """A decode, the rest of a chunked prompt and a new prompt in one step, then decodes of all three."""
+    runner = opened.runner
+    rng = random.Random(num_tokens)
+    lengths = (rng.randint(1, 9), 5, num_tokens - 2)
+    prompts = [random_tokens(rng, length) for length in lengths]
+
+    def play() -> list[torch.Tensor]:
+        maker = BatchMaker()
+        decode, chunked, new = (maker.sequence(prompt) for prompt in prompts)
+        result = runner.execute(maker.batch([(decode, lengths[0]), (chunked, 4)]))
+        collected = [logits_of(runner, result)]
+        decode.token_ids += result.token_ids
+        for work in ([(decode, 1), (chunked, 1), (new, lengths[2])], [(decode, 1), (chunked, 1), (new, 1)]):
+            result = runner.execute(maker.batch(work))
+            collected.append(logits_of(runner, result))
+            for (sequence, _), token in zip(work, result.token_ids, strict=True):
+                sequence.token_ids.append(token)
+        return collected
+
+    assert all(torch.equal(poisoned, eager) for poisoned, eager in poisoned_and_eager(runner, play))
+
+
+@pytest.mark.parametrize("num_reqs", [1, 2, 3, 4])
+def test_decode_with_poisoned_padding_equals_padded_eager_at_every_batch_size(
+    opened: OpenedEngine, num_reqs: int
+) -> None:
+    runner = opened.runner
+    prompts = [random_tokens(random.Random(number), 2 * number + 1) for number in range(num_reqs)]
+
+    def play() -> list[torch.Tensor]:
+        maker = BatchMaker()
+        sequences = [maker.sequence(prompt) for prompt in prompts]
+        result = runner.execute(maker.batch([(s, len(s.token_ids)) for s in sequences]))
+        collected = []
+        for _ in range(3):
+            for sequence, token in zip(sequences, result.token_ids, strict=True):
+                sequence.token_ids.append(token)
+            result = runner.execute(maker.batch([(s, 1) for s in sequences]))
+            collected.append(logits_of(runner, result))
+        return collected
+
+    assert all(torch.equal(poisoned, eager) for poisoned, eager in poisoned_and_eager(runner, play))
 
 
 def test_every_step_is_counted_as_a_replay_or_with_its_reason(opened: OpenedEngine) -> None:
