@@ -120,7 +120,7 @@ def write_slots(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
 @pytest.mark.parametrize("pad", [-1, 0])
 def test_5_a_pad_slot_that_is_a_live_one_is_found_and_a_sink_passes(pad: int) -> None:
     """Slot -1 is the last row, which no batch here owns; slot 0 is a sink that nobody ever owns."""
-    cache = torch.zeros(16, 4)
+    cache = torch.ones(16, 4)
 
     def make(sizes: Any, generator: torch.Generator) -> dict[str, Tensor]:
         slots = torch.randperm(14, generator=generator)[: sizes["rows"]] + 1
