@@ -8,6 +8,7 @@ bug of ours. Read ``generate.py`` next.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -79,6 +80,12 @@ for _command in (generate, demo, inspect, check, env):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is the answer."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if sys.stderr is None:  # closed (`2>&-`): print() would then write complaints to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        return _complain("standard output is closed: there is nowhere to write to", EXIT_FAILED)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt or an answer may hold what it cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = typer.main.get_command(app).main(args=arguments, prog_name="gapless", standalone_mode=False)
         sys.stdout.flush()
@@ -91,10 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), EXIT_USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", 130)
-    except BrokenPipeError:
-        # The reader went away (`gapless … | head`); a sink keeps Python from complaining again at exit.
+    except OSError as error:
+        # Standard output, as a rule; a sink keeps Python from complaining about it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        if isinstance(error, BrokenPipeError):  # the reader went away (`gapless … | head`)
+            return EXIT_FAILED
+        where = f": {error.filename}" if error.filename is not None else ""
+        return _complain(f"{error.strerror or error}{where}", EXIT_FAILED)
 
 
 def _complain(message: str, code: int) -> int:

@@ -31,7 +31,9 @@ def collect_prompts(prompts: list[str] | None, prompts_file: str | None) -> list
 
 def parse_prompts(text: str, name: str) -> list[Prompt]:
     """The prompts in ``text``; ``name`` is what error messages call it."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    # Not splitlines(): it also cuts at U+2028 and the like, which JSON strings and prompts may hold.
+    numbered = enumerate(text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n"), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
     if not lines or not lines[0][1].lstrip().startswith("{"):
         return [line for _, line in lines]
     return [_parse_record(line, f"{name}:{number}") for number, line in lines]

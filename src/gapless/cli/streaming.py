@@ -113,7 +113,7 @@ class JsonView:
             self._finished[answer.index, answer.choice] = answer
         while self._next < len(self._keys) and self._keys[self._next] in self._finished:
             ready = self._finished.pop(self._keys[self._next])
-            self._out.write(json.dumps(answer_record(ready), ensure_ascii=False) + "\n")
+            self._out.write(_json_line(answer_record(ready), getattr(self._out, "encoding", None)) + "\n")
             self._out.flush()
             self._next += 1
 
@@ -183,6 +183,16 @@ def answer_record(answer: Answer) -> dict[str, Any]:
         "logprobs": None if output.logprobs is None else [_logprobs(step) for step in output.logprobs],
         "error": output.error,
     }
+
+
+def _json_line(record: dict[str, Any], encoding: str | None) -> str:
+    """Readable where the output can show it, else escaped: what the stream puts in its place is not JSON."""
+    line = json.dumps(record, ensure_ascii=False)
+    try:
+        line.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(record)
+    return line
 
 
 def _logprobs(step: dict[int, Logprob]) -> list[dict[str, Any]]:

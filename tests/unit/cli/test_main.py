@@ -1,5 +1,6 @@
 """The command itself: help, version, start-up cost, broken pipes, logging, argument spelling."""
 
+import os
 import subprocess
 import sys
 
@@ -67,6 +68,40 @@ def test_reader_that_goes_away_ends_the_command_without_a_traceback():
     assert answer.stdout == "{\n"
     assert "Traceback" not in answer.stderr
     assert "Exception ignored" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "complaint"),
+    [
+        ("> /dev/full", 1, "gapless: No space left on device"),
+        (">&-", 1, "gapless: standard output is closed"),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_sentence(redirection, code, complaint):
+    command = f"{sys.executable} -m gapless.cli.main --version {redirection}"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert answer.returncode == code
+    assert complaint in answer.stderr
+    assert len(answer.stderr.splitlines()) <= 1
+
+
+def test_complaints_do_not_go_to_standard_output_when_standard_error_is_closed():
+    command = f"{sys.executable} -m gapless.cli.main nosuch 2>&-"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stdout) == (2, "")
+
+
+def test_text_that_the_output_cannot_encode_is_escaped():
+    code = "from gapless.cli.main import main; import sys; main(['--version']); print('\\udcff \\u65e5')"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+    )
+    assert answer.stdout == "gapless 0.1.0\n\\udcff \\u65e5\n"
 
 
 @pytest.mark.parametrize("level", ["verbose", "3", "debug info"])

@@ -73,6 +73,21 @@ def test_missing_file_is_named():
         collect_prompts(None, "no/such.txt")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('\ufeff{"prompt": "a"}\n', ["a"]),
+        ("\ufefffirst\nsecond\n", ["first", "second"]),
+        ('{"prompt": "a\u2028b"}\n{"prompt": "c\x85d"}\n', ["a\u2028b", "c\x85d"]),
+        ("page\x0cbreak\r\nnext\r\n", ["page\x0cbreak", "next"]),
+    ],
+)
+def test_marks_that_only_some_call_line_ends_are_part_of_the_prompt(tmp_path, text, expected):
+    path = tmp_path / "prompts"
+    path.write_bytes(text.encode())
+    assert collect_prompts(None, str(path)) == expected
+
+
 def test_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "binary"
     path.write_bytes(b"\xff\xfe\x00abc")

@@ -125,6 +125,18 @@ def test_json_line_is_written_as_soon_as_its_turn_comes():
     assert out.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [("utf-8", "hé 日本"), ("ascii", "hé 日本"), ("utf-8", "half \udcff a pair"), ("latin-1", "日")],
+)
+def test_json_lines_are_legal_in_every_encoding_of_the_output(encoding, text):
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace")
+    JsonView(1, 1, out).update(answer(0, text, finish="stop"))
+    line = raw.getvalue().decode(encoding)
+    assert json.loads(line)["text"] == text
+
+
 def test_json_record_has_exactly_the_schema():
     record = answer_record(answer(2, "hé", finish="length", choice=1, token_ids=(5, 6)))
     assert record == {
