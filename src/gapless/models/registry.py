@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from gapless.errors import ConfigError, ModelError
+from gapless.errors import ConfigError, MemoryLimitError, ModelError
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig, parse_config, token_ids
 from gapless.models.decoder import Decoder
@@ -87,22 +88,19 @@ def load_model(
 
     ``dtype`` "auto" is the checkpoint's own on CUDA (bfloat16 for GGUF files) and float32 on a CPU.
     ``max_model_len`` caps the positions. Raises ``ModelError`` for anything about the model, ``ConfigError``
-    for a bad option.
+    for a bad option, ``MemoryLimitError`` when the weights do not fit.
     """
     if load_format not in get_args(LoadFormat):
         raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(get_args(LoadFormat))}")
     opened = _open_source(source, load_format=load_format, seed=seed)
     config = opened.config
     model_len = _model_len(config, max_model_len)
-    model = Decoder(
-        config,
-        max_positions=model_len,
-        dtype=resolve_dtype(dtype, stored=config.dtype_name, device=device),
-        device=device,
-    )
-    tokenizer = opened.tokenizer()  # before the weights: a bad one should not cost minutes
-    opened.fill(model, progress)
-    model.pack()
+    torch_dtype = resolve_dtype(dtype, stored=config.dtype_name, device=device)
+    with _memory_limit(opened.description, torch_dtype, device):
+        model = Decoder(config, max_positions=model_len, dtype=torch_dtype, device=device)
+        tokenizer = opened.tokenizer()  # before the weights: a bad one should not cost minutes
+        opened.fill(model, progress)
+        model.pack()
     return LoadedModel(
         model=model,
         info=model.info,
@@ -112,6 +110,24 @@ def load_model(
         raw_config=opened.raw,
         source=opened.description,
     )
+
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+"""How torch says it on a CPU, where it has no exception class of its own for it."""
+
+
+@contextmanager
+def _memory_limit(description: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(t in str(error) for t in _NO_MEMORY):
+            raise
+        name = str(dtype).removeprefix("torch.")
+        raise MemoryLimitError(
+            f"{description}: does not fit into the memory of {device} in {name}; "
+            f"use a smaller dtype, a smaller max_model_len or a smaller model ({error})"
+        ) from error
 
 
 def read_model_info(source: str) -> ModelInfo:

@@ -13,7 +13,7 @@ import torch
 from checkpoints import TINY, random_tensors, write_config
 from safetensors.torch import save_file
 
-from gapless.errors import ConfigError, GaplessError, ModelError
+from gapless.errors import ConfigError, GaplessError, MemoryLimitError, ModelError
 from gapless.models import registry
 from gapless.models.registry import load_model, resolve_dtype
 
@@ -78,6 +78,23 @@ def test_unusable_dtypes_are_named(
 ) -> None:
     with pytest.raises(error, match=f"'{stored if error is ModelError else name}'"):
         resolve_dtype(name, stored=stored, device=device)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_position_embeddings": 10**15},
+        {"intermediate_size": 10**15},
+        {"vocab_size": 10**15},
+        {"intermediate_size": 10**18},
+    ],
+)
+def test_a_model_that_does_not_fit_is_a_memory_error_that_says_what_it_takes(
+    changes: dict, tmp_path: Path
+) -> None:
+    write_config(tmp_path, {**TINY, **changes})
+    with pytest.raises(MemoryLimitError, match=r"does not fit into the memory of cpu.* float32"):
+        load_model(str(tmp_path), device=CPU, load_format="dummy")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
