@@ -62,14 +62,14 @@ def demo(
         for line in plan_lines(report["plan"]):
             console.print(line, style="dim")
 
+        failed = [c.error for output in with_graphs for c in output.outputs if c.error is not None]
+        if failed:
+            console.print(f"a request failed: {failed[0]}", style="bold red")
+            raise typer.Exit(1)
         console.print("\nthe same prompts again without graphs (padded eager) …", style="dim")
         with llm.padded_eager():
             without_graphs = llm.generate(rendered, params)
 
-    failed = [choice.error for output in with_graphs for choice in output.outputs if choice.error is not None]
-    if failed:
-        console.print(f"a request failed: {failed[0]}", style="bold red")
-        raise typer.Exit(1)
     difference = first_difference(with_graphs, without_graphs)
     if difference is not None:
         console.print(f"token ids DIFFER from padded eager: {difference}", style="bold red")

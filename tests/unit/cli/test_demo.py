@@ -58,7 +58,9 @@ def test_failed_request_is_exit_code_1(capsys, monkeypatch):
     assert main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "a bad prompt" in out
+    assert "a request failed" in out
     assert "identical" not in out
+    assert "again without graphs" not in out, "there is nothing to compare"
 
 
 def test_counters_start_at_zero_for_the_run_that_is_shown():
