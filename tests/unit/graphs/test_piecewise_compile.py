@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from piecewise_ops import ATTEND, FRESH, ROUTE, RUNS, Stack, pw_attend, pw_scale, step
 from torch import Tensor, nn
 
 from gapless.errors import CompileError, ConfigError, GraphError
@@ -25,6 +24,7 @@ from gapless.graphs.piecewise import (
 )
 from gapless.graphs.piecewise import backend as backend_module
 from gapless.graphs.piecewise.passes import whole_graph_passes
+from piecewise_ops import ATTEND, FRESH, ROUTE, RUNS, Stack, pw_attend, pw_scale, step
 
 NONE, PIECEWISE = RuntimeMode.NONE, RuntimeMode.PIECEWISE
 
@@ -133,6 +133,19 @@ def test_many_forwards_of_one_class_do_not_use_up_each_others_traces(device):
         assert forward.stats.num_traces == 1
         with torch.no_grad(), step(NONE, 3):
             assert torch.equal(forward(torch.arange(3)), model(torch.arange(3)))
+
+
+def test_a_float_that_differs_between_two_models_stays_a_constant(device):
+    def shifted_by(offset):
+        return lambda x: attended(x * offset) + offset
+
+    x = torch.randn(4, 2)
+    for offset in (0.5, 0.25, 3.5):
+        forward = compiled(shifted_by(offset), device, x)
+        with torch.no_grad(), step(PIECEWISE, 4):
+            capture_program(
+                lambda f=forward: f(x), device=device, pool=device.new_pool(), strategy=Strategy.TC_PIECEWISE
+            )
 
 
 def test_equal_sizes_of_different_arguments_may_differ_later(device):

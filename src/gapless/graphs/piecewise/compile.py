@@ -257,10 +257,13 @@ def _private_copy(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _tracing_options() -> Iterator[None]:
-    """Trace so that the code holds for 0 and 1 rows too, without a trace of their own."""
+    """Trace so that the code holds for 0 and 1 rows too, without a trace of their own. Floats are constants:
+    one that a model traced earlier in this process had otherwise (the eps of its norms) would become a tensor
+    that is read on the host at every call."""
     from torch.fx.experimental import _config as shapes
 
-    with shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    constants = torch._dynamo.config.patch(specialize_float=True)
+    with shapes.patch(backed_size_oblivious=True), constants:  # type: ignore[attr-defined]
         yield
 
 
