@@ -50,13 +50,19 @@ class Intake:
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        stops = eos.union(params.stop_token_ids)
+        if params.min_tokens and len(stops) >= self.vocab_size:
+            raise RequestError(
+                f"min_tokens={params.min_tokens}: every token of the vocabulary of {self.vocab_size} ends the "
+                "answer, so none can be drawn before; name fewer stop_token_ids"
+            )
         return Request(
             request_id=request_id,
             prompt=prompt_text,
             prompt_token_ids=token_ids,
             params=params,
             max_total_tokens=longest,
-            stop_token_ids=eos.union(params.stop_token_ids),
+            stop_token_ids=stops,
             eos_token_ids=eos,
         )
 

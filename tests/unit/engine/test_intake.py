@@ -64,6 +64,10 @@ def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused():
     ("params", "message"),
     [
         (SamplingParams(stop_token_ids=[400]), "stop_token_ids=400: must be below 400"),
+        (
+            SamplingParams(stop_token_ids=[t for t in range(400) if t != 2], min_tokens=1),
+            "min_tokens=1: every token of the vocabulary of 400 ends the answer",
+        ),
         ({"max_tokens": 3}, "must be SamplingParams"),
     ],
 )
