@@ -114,6 +114,8 @@ def test_generate_with_the_packaged_model_in_a_pipe():
         (["--cuda-graph-backend-prefill", "full"], {("prefill", "full"), ("decode", "full")}),
         (["--cuda-graph-backend-prefill", "breakable"], {("prefill", "breakable"), ("decode", "full")}),
         (["--cuda-graph-backend-decode", "breakable"], {("decode", "breakable")}),
+        (["--cuda-graph-backend-prefill", "tc_piecewise"], {("prefill", "tc_piecewise"), ("decode", "full")}),
+        (["--compilation-config", '{"mode": 3}'], {("prefill", "tc_piecewise"), ("decode", "full")}),
         (["--cuda-graph-backend-prefill=disabled"], {("decode", "full")}),
         (mode("PIECEWISE"), {("prefill", "breakable"), ("decode", "breakable")}),
         (mode("FULL_DECODE_ONLY"), {("decode", "full")}),
