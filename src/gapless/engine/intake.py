@@ -53,8 +53,8 @@ class Intake:
         stops = eos.union(params.stop_token_ids)
         if params.min_tokens and len(stops) >= self.vocab_size:
             raise RequestError(
-                f"min_tokens={params.min_tokens}: every token of the vocabulary of {self.vocab_size} ends the "
-                "answer, so none can be drawn before; name fewer stop_token_ids"
+                f"min_tokens={params.min_tokens}: every token of the vocabulary of {self.vocab_size} ends "
+                "the answer, so none can be drawn before; name fewer stop_token_ids"
             )
         return Request(
             request_id=request_id,
