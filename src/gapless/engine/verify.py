@@ -22,6 +22,7 @@ from gapless.graphs.audit import Snapshot
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.check import CheckTarget, check
 from gapless.graphs.check_report import CheckReport, merge
+from gapless.graphs.compare import tolerance_for
 from gapless.graphs.modes import Phase
 from gapless.graphs.runner import GraphRunner, Values
 
@@ -37,6 +38,7 @@ def verify_engine(
     graphs, store = runner.graphs, runner.graphs.store
     with torch.no_grad():
         cache = _RandomCache.fill(opened, seed=seed)
+    bound = tolerance_for([opened.loaded.info.dtype]) if tolerance is None else tolerance
     roots: dict[str, object] = {"model": model}
     start = Snapshot(roots)
     # A backend plans its steps in Python: its op runs as one opaque node, so what it keeps there is live.
@@ -65,7 +67,7 @@ def verify_engine(
             live_names=live,
             choices=_choices(part, graphs),
         )
-        reports.append(check(target, seed=seed, tolerance=tolerance))
+        reports.append(check(target, seed=seed, tolerance=bound))
     with torch.no_grad():
         cache.clear()
         graphs.tokens.zero_()

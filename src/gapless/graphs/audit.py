@@ -75,6 +75,10 @@ class Snapshot:
         """Memory of the reachable tensors, each address once."""
         return sum({record.address: record.num_bytes for record in self.tensors.values()}.values())
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {record.layout[2] for record in self.tensors.values()}
+
     def changes_to(self, now: Snapshot) -> list[Change]:
         """What differs in ``now``: tensors that moved, vanished or appeared, values that changed."""
         changes = []

@@ -37,6 +37,9 @@ def verify_graphed(
 ) -> CheckReport:
     """What ``Graphed.verify`` documents."""
     generation = graphed.generation
+    assert generation.findings is not None
+    if tolerance is None:
+        tolerance = generation.findings.tolerance
     with generation.pool.use():
         report = check(_target(generation, variants, scratch), seed=seed, tolerance=tolerance)
     _check_kept_results(graphed, report, seed=seed)
@@ -47,7 +50,6 @@ def verify_graphed(
         )
     for value in template.frozen_values:
         report.frozen_arguments[value.name] = f"{value.value!r:.80}"
-    assert generation.findings is not None
     for name, constant in generation.findings.outputs.frozen_leaves.items():
         report.frozen_arguments[f"result {name}"] = f"{constant!r:.80}"
     return report

@@ -1,19 +1,22 @@
 """Comparing results: bit for bit with padded eager, within a bound with plain eager.
 
 Matrix products of the same rows differ in the last bits when the number of rows differs, so only runs of one
-bucket can be equal exactly. Against the real size the bound is a fraction of the largest expected value:
-1e-4 in fp32, and what the mantissa allows below that. NaN equals NaN in the same place.
+bucket can be equal exactly. Against the real size the bound is a fraction of the largest expected value: 1e-4
+in fp32, and what the mantissa allows below that. The coarsest type that takes part decides, because a float32
+result of bfloat16 weights is no better than they are. NaN equals NaN in the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+_UNKNOWN_BOUND = 1e-1
+"""Of 8-bit types and whatever comes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +61,16 @@ def bounded_mismatch(
     return None
 
 
+def tolerance_for(dtypes: Iterable[torch.dtype]) -> float:
+    """The relative bound for results that these types took part in; float32 where none is floating point."""
+    known = [_BOUNDS.get(dtype, _UNKNOWN_BOUND) for dtype in dtypes if dtype.is_floating_point]
+    return max(known, default=_BOUNDS[torch.float32])
+
+
 def bound_of(expected: Tensor, tolerance: float | None = None) -> float:
     """The largest difference accepted: relative to the largest finite value, or to 1 if all are smaller."""
     if tolerance is None:
-        tolerance = _BOUNDS.get(expected.dtype, 1e-1)
+        tolerance = _BOUNDS.get(expected.dtype, _UNKNOWN_BOUND)
     finite = expected[expected.isfinite()].abs() if expected.numel() else expected
     return tolerance * max(1.0, float(finite.max()) if finite.numel() else 0.0)
 

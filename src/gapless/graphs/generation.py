@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gapless.errors import ConfigError, GraphError
+from gapless.errors import GraphError
 from gapless.graphs.audit import Change, Snapshot
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buckets import Buckets
@@ -204,6 +204,7 @@ class Generation:
         if findings.fills_caches:
             for descriptor in descriptors:
                 self._warm_up(descriptor)
+        before = self._take_snapshot()
         done = 0
 
         def count(_: BatchDescriptor) -> None:
@@ -216,7 +217,7 @@ class Generation:
             for failed in self._runner.capture(descriptors, on_done=count):
                 self.buckets.drop(failed)
         self._check_lookup()
-        self._refuse_leaks()
+        self._refuse_leaks(before)
         self.own()
 
     def _take_snapshot(self, *, own: bool = False) -> Snapshot:
@@ -289,10 +290,12 @@ class Generation:
             if found != descriptor or self.store.get(_key(found, self.strategy)) is None:
                 raise GraphError(f"captured {descriptor}, but a call of that size is served by {found}")
 
-    def _refuse_leaks(self) -> None:
+    def _refuse_leaks(self, before: Snapshot) -> None:
         """Graph memory that the callable kept (a cache filled in a capture) would be recycled under it."""
-        after = Snapshot(self.roots)
-        kept = [name for name in after.tensors if self.pool.owns(after.tensor(name))]
+        after = self._take_snapshot()
+        # Asking a pool costs a snapshot of the allocator on a GPU, so only what is new is asked about.
+        new = [name for name, record in after.tensors.items() if before.tensors.get(name) != record]
+        kept = [name for name in new if self.pool.owns(after.tensor(name))]
         if kept:
             raise GraphError(
                 f"{', '.join(kept[:5])} was made during a capture and kept, so it lies in graph memory that "
@@ -301,17 +304,6 @@ class Generation:
 
     def _decide(self, rule: str, before: str, after: str, reason: str) -> None:
         self.decisions.append(Decision(rule=rule, before=before, after=after, reason=reason))
-
-
-def check_strategy(name: str) -> Strategy | None:
-    """The strategy of a name; None for ``auto``. Raises ``ConfigError`` for a name that does not exist."""
-    if name == "auto":
-        return None
-    try:
-        return Strategy(name)
-    except ValueError:
-        known = ", ".join(["auto", *Strategy])
-        raise ConfigError(f"strategy={name!r} does not exist; choose from {known}") from None
 
 
 def _key(descriptor: BatchDescriptor, strategy: Strategy) -> GraphKey:

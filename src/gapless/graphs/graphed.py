@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from gapless.errors import ConfigError
 from gapless.graphs.arguments import Input
 from gapless.graphs.buckets import Sizes
 from gapless.graphs.capabilities import TcCompiler
-from gapless.graphs.generation import check_strategy
 from gapless.graphs.graphed_callable import Audit, Fallback, Graphed, GraphedOptions, State
 from gapless.graphs.graphed_compiled import CompileOptions
+from gapless.graphs.modes import Strategy
 from gapless.graphs.outputs import OutputDims
 from gapless.graphs.samples import MakeInputs
 from gapless.graphs.store import SharedPool
@@ -66,7 +67,7 @@ def graphed(
     No gradients flow through a graphed callable. Raises ``ConfigError`` for options that make no sense.
     """
     options = GraphedOptions(
-        strategy=check_strategy(strategy),
+        strategy=_strategy_of(strategy),
         sizes=sizes,
         outputs=outputs,
         copy_outputs=copy_outputs,
@@ -79,3 +80,14 @@ def graphed(
     if fn is None:
         return lambda function: Graphed(function, inputs=inputs, options=options)
     return Graphed(fn, inputs=inputs, options=options)
+
+
+def _strategy_of(name: str) -> Strategy | None:
+    """The strategy of a name; None for ``auto``. Raises ``ConfigError`` for a name that does not exist."""
+    if name == "auto":
+        return None
+    try:
+        return Strategy(name)
+    except ValueError:
+        known = ", ".join(["auto", *Strategy])
+        raise ConfigError(f"strategy={name!r} does not exist; choose from {known}") from None

@@ -23,7 +23,7 @@ from gapless.graphs.audit import Change, Snapshot
 from gapless.graphs.breakable import activate
 from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.call_template import CallTemplate
-from gapless.graphs.compare import bounded_mismatch
+from gapless.graphs.compare import bounded_mismatch, tolerance_for
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.outputs import Observed, OutputDims, OutputPlan
@@ -49,6 +49,8 @@ class Findings:
     """Reachable tensors that the callable writes in place."""
     side_effects: tuple[str, ...]
     """Python values that a run changed: they will not change at a replay."""
+    tolerance: float
+    """Relative bound for comparing results of different sizes."""
     live_names: frozenset[str]
     """Names of values that runs or eager breaks change: another value later is no news."""
     fills_caches: bool
@@ -105,7 +107,7 @@ class Probe:
         state = tuple(before.written(after))
         # Runs that start from different states cannot be compared.
         if checks_padding and not draws and (self._state.is_kept or not state):
-            _check_padding(outputs, padded, plain)
+            _check_padding(outputs, padded, plain, tolerance_for(self._dtypes(before)))
         effects = [c for c in before.changes_to(after) if c.kind == "value" and c.name not in live]
         return Findings(
             outputs=outputs,
@@ -114,9 +116,18 @@ class Probe:
             draws_random_numbers=draws,
             state=state,
             side_effects=tuple(map(str, effects)),
+            tolerance=tolerance_for(self._dtypes(before)),
             live_names=live | {change.name for change in effects},
             fills_caches=any(c.kind == "new" for c in at_largest.changes_to(before)),
         )
+
+    def _dtypes(self, reachable: Snapshot) -> set[torch.dtype]:
+        """Types that take part: of inputs, of everything reachable, and of autocast."""
+        device_type = self._device.torch_device.type
+        found = {field.dtype for field in self._template.fields} | reachable.dtypes
+        if torch.is_autocast_enabled(device_type):
+            found.add(torch.get_autocast_dtype(device_type))
+        return found
 
     def _names_changed_by_breaks(
         self, values: Mapping[str, Tensor], real: Mapping[str, int]
@@ -249,13 +260,13 @@ def _refuse_written_inputs(views: InputViews, versions: Mapping[str, int]) -> No
             )
 
 
-def _check_padding(outputs: OutputPlan, padded: Observed, plain: Observed) -> None:
+def _check_padding(outputs: OutputPlan, padded: Observed, plain: Observed, tolerance: float) -> None:
     real_rows = [
         prefix_of(t.reshape(1) if t.ndim == 0 else t, field.shape(plain.sizes))
         for t, field in zip(padded.tensors, outputs.fields, strict=True)
     ]
     expected = [t.reshape(1) if t.ndim == 0 else t for t in plain.tensors]
-    mismatch = bounded_mismatch(real_rows, expected)
+    mismatch = bounded_mismatch(real_rows, expected, tolerance=tolerance)
     if mismatch is None:
         return
     raise GraphError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_model import BatchMaker
@@ -13,6 +14,7 @@ from tiny_model import open_tiny as open_engine
 from gapless.engine.build import OpenedEngine
 from gapless.engine.verify import verify_engine
 from gapless.graphs.check_report import CheckReport
+from gapless.graphs.modes import Phase
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -77,8 +79,6 @@ def test_weights_rebound_under_the_graphs_are_found(tmp_path: Path) -> None:
 
 
 def test_a_key_that_dispatch_no_longer_finds_is_an_error(tmp_path: Path) -> None:
-    from gapless.graphs.modes import Phase
-
     opened = open_tiny(tmp_path)
     dispatcher = opened.runner.dispatcher
     dispatcher.drop(dispatcher.capture_descriptors(Phase.PREFILL)[0], phase=Phase.PREFILL)
@@ -88,3 +88,32 @@ def test_a_key_that_dispatch_no_longer_finds_is_an_error(tmp_path: Path) -> None
 def test_without_graphs_there_is_nothing_to_check(tmp_path: Path) -> None:
     report = verify_engine(open_tiny(tmp_path, enforce_eager=True))
     assert {str(result.status) for result in report.results} == {"skipped"}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 7, "chunked_prefill_size": 20}])
+def test_dummy_batches_are_legal_and_of_the_kind_their_key_says(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Lengths between 1 and the model's, every slot and block in the sink, exactly uniform for decode."""
+    opened = open_tiny(tmp_path, **options)
+    graphs, limits = opened.runner.graphs, opened.runner.graphs.limits
+    for row in graphs.store.ledger:
+        if row.key.phase not in (Phase.PREFILL, Phase.DECODE):
+            continue
+        descriptor = row.key.descriptor
+        part = graphs.prefill if row.key.phase is Phase.PREFILL else graphs.decode
+        values = {name: np.asarray(value) for name, value in part.dummy(descriptor).items()}
+        lens = np.diff(values["query_start_loc"])
+        assert lens.sum() == descriptor.num_tokens
+        assert lens.min() >= 1
+        assert lens.max() <= limits.max_model_len
+        assert len(lens) <= descriptor.num_reqs
+        if descriptor.uniform:
+            assert len(set(lens)) == 1
+            assert len(lens) == descriptor.num_reqs
+        assert (values["seq_lens"] == lens).all()
+        assert values["block_table"].shape[1] <= limits.max_blocks
+        assert not values["block_table"].any()
+        assert values["slot_mapping"].max() < limits.block_size
+        assert values["positions"].max() < limits.max_model_len
+        assert values["input_ids"].max() < opened.runner.vocab_size

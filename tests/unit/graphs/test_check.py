@@ -18,7 +18,7 @@ from gapless.graphs.breakable import eager_break
 from gapless.graphs.buffers import InputField, StaticInputs
 from gapless.graphs.check import CheckTarget, check
 from gapless.graphs.check_report import CheckReport, Status, merge
-from gapless.graphs.compare import bound_of, bounded_mismatch, exact_mismatch
+from gapless.graphs.compare import bound_of, bounded_mismatch, exact_mismatch, tolerance_for
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.graphed import Graphed, Input, graphed
 from gapless.graphs.modes import Phase, Strategy
@@ -363,6 +363,20 @@ def test_bounded_comparison_by_type(dtype: torch.dtype, difference: float, is_fi
     b = a.clone()
     b[1] += difference
     assert (bounded_mismatch([a], [b]) is None) is is_fine
+
+
+def test_the_coarsest_type_that_takes_part_decides() -> None:
+    assert tolerance_for([torch.int32]) == tolerance_for([torch.float32]) == 1e-4
+    assert tolerance_for([torch.float32, torch.bfloat16, torch.bool]) == 6e-2
+
+    def in_bfloat16(x: Tensor) -> Tensor:
+        return (x.bfloat16() @ torch.ones(6, 3, dtype=torch.bfloat16)).float() * (1 + 1e-3 * x.shape[0])
+
+    weight = torch.ones(6, 3, dtype=torch.bfloat16)
+    made = capture(lambda x: (x.bfloat16() @ weight).float() + 1e-3 * x.shape[0])
+    assert made.verify().is_ok
+    with pytest.raises(GraphError, match="padding changes real rows"):
+        capture(in_bfloat16)
 
 
 def test_bounds_grow_with_the_values_and_ignore_infinities() -> None:
