@@ -93,7 +93,8 @@ def prefill_ladder(
         sizes=sizes,
         multiple_of=multiple_of,
         sizes_name=sizes_name,
-        max_name="--cuda-graph-max-bs-prefill",
+        phase="prefill",
+        limit_name="the most tokens of one step",
     )
 
 
@@ -114,7 +115,8 @@ def decode_ladder(
         sizes=sizes,
         multiple_of=multiple_of,
         sizes_name=sizes_name,
-        max_name="--cuda-graph-max-bs-decode",
+        phase="decode",
+        limit_name="the most requests of one step",
     )
 
 
@@ -152,8 +154,10 @@ def _ladder(
     sizes: Sequence[int] | None,
     multiple_of: int,
     sizes_name: str,
-    max_name: str,
+    phase: str,
+    limit_name: str,
 ) -> Ladder:
+    max_name = f"--cuda-graph-max-bs-{phase}"
     if max_size is not None:
         _check_positive(max_size, max_name)
     if sizes is not None:
@@ -163,12 +167,13 @@ def _ladder(
             max_size=max_size,
             multiple_of=multiple_of,
             sizes_name=sizes_name,
-            max_name=max_name,
+            phase=phase,
+            limit_name=limit_name,
         )
     top = limit if top is None else top
     dropped: tuple[Dropped, ...] = ()
     if top > limit:
-        dropped = (Dropped(size=top, reason=f"above {limit}, the most that a step can reach"),)
+        dropped = (Dropped(size=top, reason=f"above {limit}, {limit_name}"),)
         top = limit
     if top % multiple_of:
         raise ConfigError(
@@ -187,16 +192,17 @@ def _listed(
     max_size: int | None,
     multiple_of: int,
     sizes_name: str,
-    max_name: str,
+    phase: str,
+    limit_name: str,
 ) -> Ladder:
     values = _checked_sizes(sizes, sizes_name)
-    _check_maximum(values, max_size, sizes_name=sizes_name, max_name=max_name)
+    _check_maximum(values, max_size, sizes_name=sizes_name, max_name=f"--cuda-graph-max-bs-{phase}")
     dropped: list[Dropped] = []
     kept: set[int] = set()
     for size in values:
         rounded = _round_up(size, multiple_of)
         if rounded > limit:
-            dropped.append(Dropped(size=size, reason=f"above {limit}, the most that a step can reach"))
+            dropped.append(Dropped(size=size, reason=f"above {limit}, {limit_name}"))
             continue
         if rounded != size:
             dropped.append(
@@ -204,9 +210,11 @@ def _listed(
             )
         kept.add(rounded)
     if not kept:
+        own_name = f"--cuda-graph-bs-{phase}"
+        own_list = "" if sizes_name == own_name else f"or give {own_name} a list of its own, "
         raise ConfigError(
-            f"{sizes_name}={list(values)}: every size is above {limit}, the most that a step can reach; "
-            "list smaller sizes or disable graphs for this phase"
+            f"{sizes_name}={list(values)}: every size is above {limit}, {limit_name}; list smaller sizes, "
+            f"{own_list}or disable graphs for {phase}"
         )
     return Ladder(sizes=tuple(sorted(kept)), dropped=tuple(dropped), is_explicit=True)
 

@@ -231,3 +231,29 @@ def test_requests_from_tokens_never_serve_fewer_tokens_than_asked(sizes, query_l
     requests, _ = requests_from_tokens(sizes, query_len=query_len, sizes_name="sizes")
     for size in sizes:
         assert any(size <= count * query_len < size + query_len for count in requests)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: prefill_ladder(limit=32, sizes=[64], sizes_name="cudagraph_capture_sizes"),
+            "cudagraph_capture_sizes=[64]: every size is above 32, the most tokens of one step; list smaller "
+            "sizes, or give --cuda-graph-bs-prefill a list of its own, or disable graphs for prefill",
+        ),
+        (
+            lambda: decode_ladder(max_reqs=4, sizes=[6, 21], sizes_name="cudagraph_capture_sizes"),
+            "cudagraph_capture_sizes=[6, 21]: every size is above 4, the most requests of one step; list "
+            "smaller sizes, or give --cuda-graph-bs-decode a list of its own, or disable graphs for decode",
+        ),
+        (
+            lambda: decode_ladder(max_reqs=4, sizes=[6]),
+            "--cuda-graph-bs-decode=[6]: every size is above 4, the most requests of one step; list smaller "
+            "sizes, or disable graphs for decode",
+        ),
+    ],
+)
+def test_a_list_of_which_nothing_is_left_says_for_which_phase(make, message):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value) == message
