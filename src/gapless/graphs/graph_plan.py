@@ -141,6 +141,10 @@ class GraphPlan:
         for phase in PLANNED_PHASES:
             lines.append(f"{phase}: {self._describe_phase(phase)}")
             lines += [f"  size {lost.size}: {lost.reason}" for lost in self.phase(phase).ladder.dropped]
+        if self.tc_compiler is not None:
+            how = "cut at its split ops" if self.is_split else "in one piece"
+            how = "cut by Inductor at its split ops" if self.use_inductor_graph_partition else how
+            lines.append(f"forward: traced, {how}, compiled by {self.tc_compiler}")
         lines += [f"  {decision}" for decision in self.decisions]
         return lines
 

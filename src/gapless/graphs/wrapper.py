@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gapless.errors import GraphError
+from torch import Tensor
+
+from gapless.errors import GraphError, StaleAddressError
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.store import GraphKey, GraphStore
@@ -34,20 +36,30 @@ class GraphWrapper:
         self.fn = fn
         self.runtime_mode = runtime_mode
         self._phase, self._strategy, self._store = phase, strategy, store
+        self._addresses: dict[GraphKey, tuple[int | None, ...]] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Call through, capture (only while the store is open) or replay, as the forward context says.
 
         Outputs of a replay are static memory: valid until the next run. Raises ``CaptureClosedError`` when
-        the context names a graph that does not exist and captures are closed.
+        the context names a graph that does not exist and captures are closed, and ``StaleAddressError`` when
+        an argument is not the tensor that the graph reads.
         """
         context = get_forward_context()
         if context.mode is not self.runtime_mode or context.descriptor is None:
             return self.fn(*args)
         key = GraphKey(self._phase, self.runtime_mode, context.descriptor)
         entry = self._store.get(key)
+        addresses = tuple(arg.data_ptr() if isinstance(arg, Tensor) else None for arg in args)
         if entry is None:
-            return self._store.capture(key, lambda: self.fn(*args), self._strategy).outputs
+            entry = self._store.capture(key, lambda: self.fn(*args), self._strategy)
+            self._addresses[key] = addresses
+            return entry.outputs
+        if addresses != self._addresses.get(key, addresses):
+            raise StaleAddressError(
+                f"an argument of {key} lies at another address than when it was captured: graphs read static "
+                "inputs, so copy the new values into the tensors of the capture"
+            )
         if self._store.is_capturing and self._strategy is Strategy.TC_PIECEWISE:
             raise GraphError(
                 f"{key} is captured already: pieces replay only after the capture stage has ended"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from piecewise_ops import ATTEND, FRESH, ROUTE, RUNS, Stack, pw_attend, step
 from torch import Tensor
 
 from gapless.errors import CaptureClosedError, CaptureError, GraphError, StaleAddressError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.breakable import eager_break
+from gapless.graphs.capture import capture_program
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.piecewise import PiecewiseConfig, PiecewiseForward, install
 from gapless.graphs.store import GraphKey, GraphStore
 from gapless.graphs.wrapper import GraphWrapper
+from piecewise_ops import ATTEND, FRESH, ROUTE, RUNS, Stack, pw_attend, step
 
 NONE, PIECEWISE, FULL = RuntimeMode.NONE, RuntimeMode.PIECEWISE, RuntimeMode.FULL
 SIZES = (8, 4, 2, 1)
@@ -249,6 +250,39 @@ def test_parameters_updated_in_place_are_followed(device):
     assert torch.equal(got, expected)
 
 
+def test_an_argument_that_is_another_tensor_is_refused(device):
+    rig = Rig(device, sizes=(4, 2)).capture()
+    with step(PIECEWISE, 4), pytest.raises(StaleAddressError, match="copy the new values into"):
+        rig.graphs(rig.ids[4].clone())
+
+
+def test_a_buffer_that_the_forward_rebinds_is_found(device):
+    """The assignment would happen once, at the capture, and never in a replay."""
+
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            out = torch.empty_like(x)
+            pw_attend(x, out, "c")
+            return out + self.seen
+
+    model = Counter()
+    forward = PiecewiseForward(model.forward, config=PiecewiseConfig(split_ops=(ATTEND,)), device=device)
+    x = torch.ones(4, 2)
+    with torch.no_grad(), step(NONE, 4):
+        forward(x)
+    with step(PIECEWISE, 4):
+        program, _ = capture_program(
+            lambda: forward(x), device=device, pool=device.new_pool(), strategy=Strategy.TC_PIECEWISE
+        )
+        with pytest.raises(StaleAddressError, match="seen moved"):
+            program.replay()
+
+
 def test_checking_addresses_computes_nothing(device):
     rig = Rig(device, sizes=(4, 2)).capture()
     RUNS.clear()
@@ -307,8 +341,6 @@ def test_a_full_graph_records_what_a_split_op_does_inside(device):
 
 
 def _capture_full(rig: Rig):
-    from gapless.graphs.capture import capture_program
-
     with step(FULL, 4):
         return capture_program(
             lambda: rig.forward(rig.ids[4]),

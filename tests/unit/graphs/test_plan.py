@@ -186,6 +186,25 @@ def test_the_plan_names_the_compiler_only_where_something_is_compiled(compiler):
 
 
 @pytest.mark.parametrize(
+    ("request_", "line"),
+    [
+        (GraphRequest(prefill=TC), "forward: traced, cut at its split ops, compiled by eager"),
+        (
+            GraphRequest(prefill=TC, splitting_ops=(), tc_compiler="inductor"),
+            "forward: traced, in one piece, compiled by inductor",
+        ),
+        (
+            GraphRequest(use_inductor_graph_partition=True),
+            "forward: traced, cut by Inductor at its split ops, compiled by inductor",
+        ),
+    ],
+)
+def test_the_printed_plan_says_how_the_forward_is_compiled(request_, line):
+    assert line in resolve(request_, caps(available_strategies=ALL)).describe()
+    assert not any("traced" in text for text in resolve(GraphRequest(), caps()).describe())
+
+
+@pytest.mark.parametrize(
     ("request_", "facts", "compiler"),
     [
         (GraphRequest(mode=GraphMode.FULL, compile_mode=3), {}, "eager"),

@@ -130,7 +130,8 @@ class PiecewiseBackend:
             logger.warning("the forward calls no %s: not split there", ", ".join(split.unmatched))
         for part in split.parts:
             if part.kind is PartKind.SPLIT:
-                replace_child(split.stitching, part.name, SplitPart(part.name, part.graph, part.ops))
+                child = SplitPart(part.name, part.graph, part.ops, self._device.torch_device)
+                replace_child(split.stitching, part.name, child)
             elif part.kind is PartKind.TRIVIAL:
                 replace_child(split.stitching, part.name, function_of(part.graph))
         pieces = [part for part in split.parts if part.kind is PartKind.PIECE]

@@ -55,8 +55,11 @@ class Piece:
 class SplitPart:
     """A child that runs eagerly: one or more split ops in a row."""
 
-    def __init__(self, name: str, graph: fx.GraphModule, ops: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, graph: fx.GraphModule, ops: tuple[str, ...], torch_device: torch.device
+    ) -> None:
         self.name, self.ops = name, ops
+        self._torch_device = torch_device
         self._abstract = function_of(graph)
         self._inference = ShapeInference()
         run = function_of(_past_dispatcher(graph))
@@ -73,12 +76,11 @@ class SplitPart:
     def _shapes(self, *args: Any) -> Any:
         """Results as the ops' fake kernels describe them, with anything in them."""
         specs = self._inference.infer_call(self._abstract, args)
-        device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
 
         def make(spec: Any) -> Any:
             if not isinstance(spec, ResultSpec):
                 return spec
-            return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=device)
+            return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self._torch_device)
 
         return nest_like(specs, [make(spec) for spec in leaves_of(specs)])
 
