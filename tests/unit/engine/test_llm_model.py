@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gapless import LLM, SamplingParams
+from gapless.config import CUDAGraphMode
 from gapless.errors import RequestError
 
 CONFIG = {
@@ -80,6 +81,17 @@ def test_batching_chunks_preemption_and_graphs_change_no_token(folder, reference
         if options.get("kv_cache_tokens") == 96:
             assert llm.core.scheduler.num_preemptions > 0
         assert llm.core.scheduler.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_the_mode_may_be_a_string_or_the_enum(folder, reference, mode):
+    config = {"mode": 3, "cudagraph_mode": mode}
+    with open_tiny(folder, dtype="auto", enforce_eager=False, compilation_config=config) as llm:
+        plan = llm.report()["plan"]
+        assert (plan["prefill"]["strategy"], plan["decode"]["strategy"]) == ("tc_piecewise", "full")
+        assert tokens_of(llm, PROMPTS) == reference
+        steps = {(step["phase"], step["strategy"]) for step in llm.report()["steps"]}
+    assert {("prefill", "tc_piecewise"), ("decode", "full")} <= steps
 
 
 def test_seeded_draws_are_the_same_alone_and_in_a_batch_and_differ_between_choices(folder):
