@@ -130,7 +130,7 @@ class EngineCore:
         the last one if it does not stream)."""
         if self._in_flight and self._needs_known_tokens():
             self._finish_steps(most_in_flight=0)
-        batch = self.scheduler.schedule()
+        batch = self._schedule()
         if batch is not None:
             self._launch(batch)
         else:
@@ -141,6 +141,18 @@ class EngineCore:
         if not self.scheduler.has_unfinished:
             self._finish_steps(most_in_flight=0)
         return self._collect()
+
+    def _schedule(self) -> ScheduledBatch | None:
+        try:
+            return self.scheduler.schedule()
+        except BaseException as error:
+            # Half a step: what it has counted as computed never will be, so nobody can go on from there.
+            self._finish_steps(most_in_flight=0)
+            message = f"a step was interrupted while it was scheduled: {type(error).__name__}"
+            for sequence in list(self.scheduler.running):
+                self._finish(sequence, error=message)
+            self.scheduler.abandon_step()
+            raise
 
     def _needs_known_tokens(self) -> bool:
         """Penalties are counted on the host, over every token drawn so far."""

@@ -96,6 +96,14 @@ class Scheduler:
         self._num_in_flight -= 1
         self.allocator.retire(batch.step_id)
 
+    def abandon_step(self) -> None:
+        """The step that was being scheduled will not run; no earlier one may be in flight, and what ran has
+        been finished."""
+        assert self._num_in_flight == 0
+        assert not self.running
+        self.allocator.retire(self._next_step_id)
+        self._next_step_id += 1
+
     def _schedule_running(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> None:
         """Oldest first: who decodes arrived before whoever still prefills, and whoever gets preempted (the
         latest) has not been scheduled in this step yet."""

@@ -533,3 +533,35 @@ def test_an_abort_while_outputs_are_collected_is_seen_once(other_streams):
     final = {name: output.outputs[0] for name, output in drain(core).items()}
     assert (final["a"].text, final["a"].finish_reason) == ("aaa", "length")
     assert final["other"].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("max_steps_ahead", [0, 1])
+@pytest.mark.parametrize("num_blocks", [64, 9])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_while_a_step_is_scheduled_ends_what_runs_and_loses_no_block(
+    max_steps_ahead, num_blocks, at, monkeypatch
+):
+    """What the half-made step has counted as computed never is: nobody may go on from there."""
+    runner = PagedFakeRunner(num_blocks=num_blocks, max_steps_ahead=max_steps_ahead)
+    core = EngineCore(runner)
+    for name in "abc":
+        core.add_request(name, [1, 2, 3, 4, 5], ids_only(max_tokens=3, temperature=0.0))
+    core.step()
+    commit, calls = core.scheduler._commit, itertools.count(1)
+
+    def interrupted(sequence, num_new):
+        entry = commit(sequence, num_new)
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core.scheduler, "_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    core.add_request("later", [6, 7, 8], ids_only(max_tokens=4, temperature=0.0))
+    final = {name: output.outputs[0] for name, output in drain(core).items()}
+    assert {final[name].finish_reason for name in "abc"} == {"error"}
+    assert "interrupted" in final["a"].error
+    later = expected_tokens([6, 7, 8], num_tokens=4, vocab_size=runner.vocab_size)
+    assert list(final["later"].token_ids) == later
