@@ -47,7 +47,7 @@ class AttentionMetadata:
 
     query_start_loc: Tensor  # [B+1]
     seq_lens: Tensor  # [B]
-    block_table: Tensor  # [B, M], pad SINK_BLOCK
+    block_table: Tensor  # [B, M], pad SINK_BLOCK; of any strides
     slot_mapping: Tensor  # [T], cache slot = block * S + offset
     max_query_len: int
     """Host upper bound on a query length: the uniform query length for uniform decode, else the number of

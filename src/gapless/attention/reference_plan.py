@@ -52,7 +52,7 @@ class DecodeChunk:
     """Blocks, and the cache slots of all keys for these blocks: layers of one step share a block table."""
 
     def find_slots(self, block_table: Tensor, block_size: int) -> Tensor:
-        blocks = block_table.reshape(-1).index_select(0, self.table_index)
+        blocks = block_table.take(self.table_index)
         known = self.slots
         if known is None or not torch.equal(known[0], blocks):
             slots = blocks.index_select(0, self.block_of_key) * block_size + self.offset_of_key

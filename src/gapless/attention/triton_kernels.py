@@ -55,7 +55,7 @@ def write_kv_kernel(
     tl.store(v_cache + target, value.to(v_cache.dtype.element_ty), mask=in_row)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_stride_b", "table_stride_m"])
 def paged_attention_kernel(
     query_THD,
     k_cache,
@@ -74,7 +74,8 @@ def paged_attention_kernel(
     cache_stride_n,
     cache_stride_s,
     cache_stride_k,
-    table_stride,
+    table_stride_b,
+    table_stride_m,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     GROUP: tl.constexpr,
@@ -156,7 +157,8 @@ def paged_attention_kernel(
         key_N = start + tl.arange(0, BLOCK_N)
         # Masked by length: slots past it may never have been written, and NaN times a zero weight is NaN.
         is_key = key_N < num_keys
-        block_N = tl.load(block_table + request * table_stride + key_N // BLOCK_SIZE, mask=is_key, other=0)
+        column_N = key_N // BLOCK_SIZE * table_stride_m
+        block_N = tl.load(block_table + request * table_stride_b + column_N, mask=is_key, other=0)
         slot_N = block_N.to(tl.int64) * cache_stride_n + (key_N % BLOCK_SIZE) * cache_stride_s
         slot_N += kv_head * cache_stride_k
         is_cached = is_key[:, None] & is_dim[None, :]

@@ -144,6 +144,7 @@ def triton_paged_attention(
         k_cache.stride(1),
         k_cache.stride(2),
         block_table.stride(0),
+        block_table.stride(1),
         HEAD_SIZE=head_size,
         HEAD_PAD=max(_next_power_of_2(head_size), 16),
         GROUP=group,

@@ -310,7 +310,7 @@ class GraphSet:
             "slot_mapping": positions % self.limits.block_size,
             "query_start_loc": query_start_loc,
             "seq_lens": lens,
-            "block_table": np.zeros((len(lens), self.limits.max_blocks), dtype=np.int32),
+            "block_table": np.zeros((len(lens), 1), dtype=np.int32),
         }
 
 

@@ -31,7 +31,7 @@ def token_fields(*, max_blocks: int, vocab_size: int, max_num_reqs: int) -> tupl
         InputField(name="slot_mapping", dims=("tokens",), pad=SINK_BLOCK),
         InputField(name="query_start_loc", dims=("reqs+1",), pad="last"),
         InputField(name="seq_lens", dims=("reqs",), pad=0),
-        InputField(name="block_table", dims=("reqs", max_blocks), pad=SINK_BLOCK),
+        InputField(name="block_table", dims=("reqs", max_blocks), pad=SINK_BLOCK, by_column=True),
     )
 
 

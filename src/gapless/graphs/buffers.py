@@ -42,7 +42,8 @@ class InputField:
     ``dims``: an ``int``, a symbol, ``"symbol+k"`` or ``"m*symbol+k"`` per dimension. ``pad`` fills whatever
     the batch does not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` holds other
     legal pad values that verification uses to prove that pad rows cannot influence real ones. ``on_device``
-    inputs are tensors copied on the device.
+    inputs are tensors copied on the device. ``by_column`` is for a table that is much wider than most batches
+    need: it is stored column by column, and only columns with values are staged (the others hold the pad, 0).
     """
 
     name: str
@@ -51,6 +52,7 @@ class InputField:
     pad: int | float | Literal["last"] = 0
     poison: int | float | tuple[int | float, ...] | None = None
     on_device: bool = False
+    by_column: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(dim_size(dim, sizes) for dim in self.dims)
@@ -102,6 +104,9 @@ class StaticInputs:
             if f.on_device
         }
         self._ring = _StagingRing(self._packed)
+        _check_table(self._host_fields)
+        self._staged_bytes = 0
+        """With a table by columns: end of what the last load staged; everything behind it is 0."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,9 +138,14 @@ class StaticInputs:
         targets = views.staging.get(slot)
         if targets is None:
             targets = views.staging[slot] = self._staging_targets(views, host)
+        num_bytes = views.num_bytes
         for field, target in zip(self._host_fields, targets, strict=True):
-            self._fill_host(field, target, np.asarray(values[field.name]))
-        self._ring.submit(views.num_bytes)
+            value = np.asarray(values[field.name])
+            if field.by_column:
+                num_bytes = self._fill_columns(views.layout[field.name], host, target, value)
+            else:
+                self._fill_host(field, target, value)
+        self._ring.submit(num_bytes)
 
     def load_on_device(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
@@ -173,7 +183,8 @@ class StaticInputs:
                 continue
             count = math.prod(shape) * field.dtype.itemsize
             start = layout[field.name]
-            tensors[field.name] = self._packed[start : start + count].view(field.dtype).view(shape)
+            flat = self._packed[start : start + count].view(field.dtype)
+            tensors[field.name] = flat.view(shape[::-1]).t() if field.by_column else flat.view(shape)
         return InputViews(sizes, tensors, layout, num_bytes)
 
     def _staging_targets(self, views: InputViews, host: np.ndarray) -> list[np.ndarray]:
@@ -182,7 +193,8 @@ class StaticInputs:
             shape = views.tensors[field.name].shape
             start = views.layout[field.name]
             count = math.prod(shape) * field.dtype.itemsize
-            targets.append(host[start : start + count].view(_NUMPY_DTYPES[field.dtype]).reshape(shape))
+            flat: np.ndarray = host[start : start + count].view(_NUMPY_DTYPES[field.dtype])
+            targets.append(flat.reshape(shape[::-1] if field.by_column else shape))
         return targets
 
     def _check(
@@ -223,6 +235,17 @@ class StaticInputs:
             target.fill(pad)
         target[tuple(slice(0, n) for n in value.shape)] = value
 
+    def _fill_columns(self, start: int, host: np.ndarray, target: np.ndarray, value: np.ndarray) -> int:
+        """Write a table's columns and clear what the load before left behind them; returns the bytes to
+        stage."""
+        num_rows, num_columns = value.shape
+        target[:num_columns, :num_rows] = value.T
+        target[:num_columns, num_rows:] = 0
+        end = start + num_columns * target.shape[1] * target.itemsize
+        before, self._staged_bytes = self._staged_bytes, end
+        host[end:before] = 0
+        return max(end, before)
+
     def _fill_device(self, field: InputField, target: Tensor, value: Tensor) -> None:
         if value.shape == target.shape:
             target.copy_(value, non_blocking=True)
@@ -241,6 +264,17 @@ class StaticInputs:
             target[n:].copy_(target[n - 1 : n].expand_as(target[n:]))
         else:
             target.zero_()
+
+
+def _check_table(host_fields: tuple[InputField, ...]) -> None:
+    for field in host_fields:
+        if not field.by_column:
+            continue
+        if field is not host_fields[-1] or len(field.dims) != 2 or field.pad != 0 or field.poison is not None:
+            raise GraphError(
+                f"input {field.name!r} is stored by column, so it must be the last one on the host, have two "
+                "dimensions, pad 0 and no poison"
+            )
 
 
 class _StagingRing:

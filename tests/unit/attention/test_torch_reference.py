@@ -62,6 +62,14 @@ def test_equals_attention_row_by_row(requests: list[tuple[int, int]], window: in
     assert (out[batch.num_real_tokens :] == 0).all()
 
 
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES.keys())
+def test_the_block_table_may_be_stored_by_column(requests: list[tuple[int, int]]) -> None:
+    batch, twin = make_batch(requests), make_batch(requests)
+    by_column = batch.metadata.block_table.t().contiguous().t()
+    metadata = dataclasses.replace(batch.metadata, block_table=by_column)
+    assert torch.equal(attend(dataclasses.replace(batch, metadata=metadata)), attend(twin))
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3), (8, 2), (14, 2)])
 @pytest.mark.parametrize("head_size", [32, 40, 64, 80, 128, 256])
 def test_every_head_layout(num_heads: int, num_kv_heads: int, head_size: int) -> None:

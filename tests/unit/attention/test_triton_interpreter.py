@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,14 @@ def test_pad_entries_of_the_block_table_are_never_used() -> None:
     for index, length in enumerate(batch.seq_lens):
         batch.metadata.block_table[index, math.ceil(length / 16) :] = 1_000_000
     assert_equals_reference(batch, twin, window=None)
+
+
+@interpreted
+def test_the_block_table_may_be_stored_by_column() -> None:
+    requests = [(70, 1), (5, 3), (0, 0), (40, 1)]
+    batch, twin = (make_batch(requests, table_columns=6, head_size=16) for _ in range(2))
+    by_column = replace(batch.metadata, block_table=batch.metadata.block_table.t().contiguous().t())
+    assert_equals_reference(replace(batch, metadata=by_column), twin, window=None)
 
 
 @interpreted

@@ -155,3 +155,73 @@ def test_device_views_are_prefixes_of_one_buffer() -> None:
 def test_field_names_must_be_unique() -> None:
     with pytest.raises(GraphError, match="unique"):
         make_inputs((FIELDS[0], FIELDS[0]))
+
+
+# Tables stored by column
+
+TABLE_FIELDS = (
+    InputField(name="lens", dims=("reqs",), pad=3),
+    InputField(name="table", dims=("reqs", 6), by_column=True),
+)
+
+
+def table_inputs() -> StaticInputs:
+    return StaticInputs(TABLE_FIELDS, max_sizes={"reqs": 4}, torch_device=torch.device("cpu"))
+
+
+def test_a_table_by_column_reads_like_any_other() -> None:
+    inputs = table_inputs()
+    views = inputs.views({"reqs": 4})
+    assert views["table"].shape == (4, 6)
+    assert views["table"].stride() == (1, 4)
+    inputs.load(views, {"lens": np.array([1, 2]), "table": np.array([[1, 2, 3], [4, 5, 6]])})
+    assert views["lens"].tolist() == [1, 2, 3, 3]
+    assert views["table"].tolist() == [[1, 2, 3, 0, 0, 0], [4, 5, 6, 0, 0, 0], [0] * 6, [0] * 6]
+
+
+def test_only_columns_with_values_and_those_to_be_cleared_are_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = table_inputs()
+    views = inputs.views({"reqs": 4})
+    staged: list[int] = []
+    monkeypatch.setattr(inputs._ring, "submit", staged.append)
+    for width in (1, 5, 2, 2, 0):
+        inputs.load(views, {"lens": np.array([1]), "table": np.ones((1, width), dtype=np.int32)})
+    start, column = views.layout["table"], 4 * 4
+    assert staged == [start + column * n for n in (1, 5, 5, 2, 2)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    loads=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(0, 6)).filter(lambda t: t[1] <= t[0]),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_loads_of_other_buckets_leave_nothing_behind(loads: list[tuple[int, int, int]]) -> None:
+    """``loads`` are (rows of the bucket, real rows, columns); buckets share memory with other strides."""
+    inputs = table_inputs()
+    for number, (bucket, num_rows, num_columns) in enumerate(loads, start=1):
+        views = inputs.views({"reqs": bucket})
+        table = np.full((num_rows, num_columns), number, dtype=np.int32)
+        inputs.load(views, {"lens": np.full(num_rows, number), "table": table})
+        expected = np.zeros((bucket, 6), dtype=np.int32)
+        expected[:num_rows, :num_columns] = number
+        assert views["table"].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (TABLE_FIELDS[1], TABLE_FIELDS[0]),
+        (InputField(name="table", dims=("reqs",), by_column=True),),
+        (InputField(name="table", dims=("reqs", 6), pad=1, by_column=True),),
+        (InputField(name="table", dims=("reqs", 6), poison=1, by_column=True),),
+    ],
+    ids=["not last", "one dimension", "pad", "poison"],
+)
+def test_what_cannot_be_stored_by_column_is_refused(fields: tuple[InputField, ...]) -> None:
+    with pytest.raises(GraphError, match="'table' is stored by column, so it must be the last"):
+        StaticInputs(fields, max_sizes={"reqs": 4}, torch_device=torch.device("cpu"))
