@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,13 @@ def test_example_equals_eager_and_replays(name: str) -> None:
     assert sum(step["count"] for step in report["steps"]) >= 4
     reasons = {row["reason"] for row in report["eager"]}
     assert reasons <= {"padded_eager", "larger_than_largest"}
+
+
+def test_python_of_the_guide_runs_from_top_to_bottom() -> None:
+    guide = (EXAMPLES.parent / "docs" / "graphs.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.+?)```", guide, flags=re.DOTALL)
+    assert len(snippets) >= 5
+    names: dict[str, Any] = {"__name__": "guide"}
+    for snippet in snippets:
+        exec(snippet, names)
+    assert names["report"].is_ok
