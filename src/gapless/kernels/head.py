@@ -57,6 +57,6 @@ def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: 
 
 def _tile(num_rows: int, size: int) -> int:
     """Chunks that spread one row over the whole GPU; larger ones where there are rows enough to fill it."""
-    wanted = 1024 if num_rows <= 2 else 2048 if num_rows <= 8 else 4096
+    wanted = 1024 if num_rows <= 4 else 4096
     # The second kernel holds one value per chunk: keep that a small tile for huge vocabularies.
     return min(max(wanted, next_power_of_2(size) // 4096), next_power_of_2(size))

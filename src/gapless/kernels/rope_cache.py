@@ -15,6 +15,9 @@ from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
+_TILE_ELEMENTS = 512
+"""Of each half of the heads that a program handles."""
+
 
 def _fake_into_cache(
     qkv_TC: Tensor,
@@ -122,7 +125,7 @@ def _launch(
     slot_mapping_T, k_cache, v_cache = cache or (positions_T, rotated_TGD, rotated_TGD)
     half_pad = next_power_of_2(half)
     num_launched = num_heads + (2 if cache is not None else 1) * num_kv_heads
-    tile_heads = _tile_heads(num_launched, half_pad=half_pad, num_tokens=num_tokens)
+    tile_heads = _tile_heads(num_launched, half_pad=half_pad)
     kernels().rotate_heads_kernel[(num_tokens, -(-num_launched // tile_heads))](
         qkv_TC,
         qkv_TC if norm_weight_GD is None else norm_weight_GD,
@@ -151,7 +154,7 @@ def _launch(
     )
 
 
-def _tile_heads(num_heads: int, *, half_pad: int, num_tokens: int) -> int:
-    """Heads a program handles: few for few tokens, which leave most of the GPU idle, else a tile of 1024."""
-    elements = 256 if num_tokens <= 32 else 1024
-    return min(max(elements // half_pad, 1), next_power_of_2(num_heads))
+def _tile_heads(num_heads: int, *, half_pad: int) -> int:
+    """Heads a program handles. One choice for every number of tokens, so that one kernel is compiled: small
+    enough that a single token is spread over several processors, large enough for 16 elements per thread."""
+    return min(max(_TILE_ELEMENTS // half_pad, 1), next_power_of_2(num_heads))

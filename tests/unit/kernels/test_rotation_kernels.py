@@ -160,11 +160,10 @@ def test_caches_of_two_layouts_are_refused() -> None:
         rotate_into_cache(torch.empty(1, 8 * 16), None, 0.0, rope, one, one, k_cache, v_cache)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 32, 33, 8192])
 @pytest.mark.parametrize("half_pad", [4, 32, 64, 128])
 @pytest.mark.parametrize("num_heads", [3, 15, 32, 48, 96])
-def test_tiles_are_powers_of_two_and_small(num_heads: int, half_pad: int, num_tokens: int) -> None:
-    tile = rope_cache._tile_heads(num_heads, half_pad=half_pad, num_tokens=num_tokens)
+def test_tiles_are_powers_of_two_and_small(num_heads: int, half_pad: int) -> None:
+    tile = rope_cache._tile_heads(num_heads, half_pad=half_pad)
     assert tile & (tile - 1) == 0
-    assert tile * half_pad <= 1024
+    assert tile * half_pad <= 512
     assert tile < 2 * num_heads
