@@ -1,8 +1,10 @@
 """What must hold on a real GPU, in one run: graphs equal padded eager, and no step runs eagerly.
 
-1. SmolLM2, 64 prompts of mixed lengths, every strategy: greedy tokens with graphs are identical to padded eager's.
-2. Dummy-weight models (``--configs DIR...``): batches of 1 to 256 requests and prompts of 1 to 8192 tokens run without
-   one eager step after start-up; start-up seconds, graph memory and the memory estimate are recorded.
+1. SmolLM2, 64 prompts of mixed lengths, every strategy: greedy tokens with graphs are identical to padded
+   eager's.
+2. Dummy-weight models (``--configs DIR...``): batches of 1 to 256 requests and prompts of 1 to 8192 tokens
+   run without one eager step after start-up; start-up seconds, graph memory and the memory estimate are
+   recorded.
 3. Step times of those models (prefill by tokens, decode by batch), for the log; medians.
 
 Usage: gpu_acceptance.py [--smollm2 FILE.gguf|smollm2] [--configs DIR...] [--output FILE]
@@ -29,6 +31,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "breakable+breakable": {
         "cuda_graph_backend_prefill": "breakable",
         "cuda_graph_backend_decode": "breakable",
+    },
+    "tc_piecewise+full": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}},
+    "tc_piecewise+tc_piecewise": {
+        "cuda_graph_backend_prefill": "tc_piecewise",
+        "cuda_graph_backend_decode": "tc_piecewise",
     },
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
     "FULL_DECODE_ONLY": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
