@@ -113,6 +113,10 @@ class Attention(nn.Module):
         """Attach backend and cache. Graphs captured before a rebind are invalid; the engine binds once."""
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
 
+    def unbind(self) -> None:
+        """Let go of the cache, so that its memory can be freed; no step may follow before the next ``bind``."""
+        self.backend = self.k_cache = self.v_cache = None
+
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this layer. Raises ``GraphError`` before ``bind``."""

@@ -171,6 +171,7 @@ class _Build:
             rows=rows,
             log=log,
             num_blocks=pool.num_blocks,
+            attention_layers=self.model.attention_layers(),
             startup=startup,
         )
 

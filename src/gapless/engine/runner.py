@@ -9,7 +9,8 @@ runner comes to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gapless.attention.base import Attention
 from gapless.engine.draw import TokenDrawer
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.inputs import BatchArrays, BatchBuilder
 from gapless.engine.row_graphs import PADDED_EAGER, RowGraphs
 from gapless.engine.step import PendingStep, ScheduledBatch, StepResult
+from gapless.errors import GaplessError
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.dispatcher import Dispatch, Dispatcher
 from gapless.graphs.modes import Phase, RuntimeMode
@@ -41,6 +44,7 @@ class ModelRunner:
         rows: RowGraphs,
         log: StepLog,
         num_blocks: int,
+        attention_layers: Iterable[Attention],
         startup: dict[str, Any],
     ) -> None:
         limits: StepLimits = graphs.limits
@@ -58,7 +62,10 @@ class ModelRunner:
         self._builder = BatchBuilder(
             block_size=limits.block_size, max_num_reqs=limits.max_num_reqs, max_blocks=limits.max_blocks
         )
+        self._layers = list(attention_layers)
         self._padded_eager = False
+        self._is_shut_down = False
+        self._final_report: dict[str, Any] | None = None
         self.max_steps_ahead = 1 if self._device.torch_device.type == "cuda" else 0
         """On a CPU the device is the host: nothing would overlap."""
 
@@ -73,6 +80,8 @@ class ModelRunner:
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step; its tokens are on their way to the host when this returns."""
+        if self._is_shut_down:
+            raise GaplessError("the runner has been shut down: its graphs and cache are gone")
         arrays = self._builder.build(batch)
         decision = self.dispatcher.dispatch(BatchShape(query_lens=arrays.query_lens))
         sampled = [(i, entry) for i, entry in enumerate(batch.entries) if entry.samples]
@@ -91,7 +100,13 @@ class ModelRunner:
             self._padded_eager = self._rows.padded_eager = False
 
     def report(self) -> dict[str, Any]:
-        """The report schema of ``graphs/report.py``, with how the runner started."""
+        """The report schema of ``graphs/report.py``, with how the runner started; after ``shutdown`` the last
+        one, with nothing held."""
+        if self._final_report is not None:
+            return {**self._final_report, "memory": {**self._final_report["memory"], "pool_bytes": 0}}
+        return self._make_report()
+
+    def _make_report(self) -> dict[str, Any]:
         report = build_report(plan=self.plan.to_dict(), store=self._graphs.store, log=self.log)
         compiled = self._graphs.compiled
         stats = compiled.stats.to_dict() if compiled is not None else None
@@ -101,8 +116,23 @@ class ModelRunner:
         self.log.clear()
 
     def shutdown(self) -> None:
-        """Release graphs and their memory. Safe to call twice; no step may follow."""
+        """Release graphs, static buffers and the KV cache; the weights go with the last reference to the
+        model.
+
+        Safe to call twice; the report stays, a step raises.
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self._device.synchronize()
+        self._final_report = self._make_report()  # before what it tells of is gone
         self._graphs.store.release()
+        for layer in self._layers:
+            layer.unbind()
+        del self._graphs, self._drawer, self._rows, self._layers
+        gc.collect()  # closures and runners refer to each other, and hold device memory
+        if self._device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _forward(self, decision: Dispatch, arrays: BatchArrays) -> Tensor:
         """Fill the first rows of the logits buffer, one per sampled entry; returns their best tokens."""

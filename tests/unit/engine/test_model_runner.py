@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tiny_model import VOCAB_SIZE, BatchMaker, open_tiny
 from gapless.engine.build import OpenedEngine
 from gapless.engine.runner import ModelRunner
 from gapless.engine.step import StepResult
-from gapless.errors import ConfigError, MemoryLimitError
+from gapless.errors import ConfigError, GaplessError, MemoryLimitError
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -380,8 +381,18 @@ def test_model_length_is_capped_by_the_cache(tmp_path: Path) -> None:
     assert runner.num_blocks == 5
 
 
-def test_shutdown_can_be_called_twice_and_gives_the_pool_back(tmp_path: Path) -> None:
-    runner = open_tiny(tmp_path).runner
+def test_shutdown_can_be_called_twice_and_gives_everything_back(tmp_path: Path) -> None:
+    opened = open_tiny(tmp_path)
+    runner = opened.runner
+    maker = BatchMaker()
+    batch = maker.batch([(maker.sequence([1, 2]), 2)])
+    runner.execute(batch)
+    held = [weakref.ref(runner.graphs), weakref.ref(opened.loaded.model.attention_layers()[0].caches[0])]
+    steps = runner.report()["steps"]
     runner.shutdown()
     runner.shutdown()
     assert runner.report()["memory"]["pool_bytes"] == 0
+    assert runner.report()["steps"] == steps
+    assert [ref() for ref in held] == [None, None]
+    with pytest.raises(GaplessError, match="shut down"):
+        runner.execute(batch)
