@@ -422,6 +422,21 @@ def test_inductor_compiles_each_kind_of_piece_once_for_every_size(device):
     assert forward.stats.num_recompilations == 0
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_inductor_code_takes_handles_as_inputs(device):
+    def forward(x):
+        for handle in (7, 8, 9):
+            x = pw_scale(attended(x) + 1, handle) * 2
+        return x
+
+    made = compiled(forward, device, torch.randn(4, 2), compiler="inductor")
+    assert made.stats.num_distinct == 2  # with and without a buffer for the next op
+    for rows in (4, 1):
+        x = torch.randn(rows, 2)
+        with torch.no_grad(), step(NONE, rows):
+            torch.testing.assert_close(made(x), forward(x))
+
+
 def test_a_partition_by_inductor_is_cut_where_its_code_calls_the_split_ops(device, monkeypatch):
     """Control flow with a fake compiler; Inductor itself partitions on a GPU only."""
     seen = {}

@@ -1,7 +1,7 @@
 """Piecewise graphs by ``torch.compile``: the forward is traced once and cut at its split ops.
 
-Start with ``compile.py`` (the trampoline), then ``backend.py``, ``split.py``, ``compilers.py``, ``piece.py``
-and ``passes.py``.
+Start with ``compile.py`` (the trampoline), then ``backend.py``, ``split.py``, ``compilers.py``, ``piece.py``,
+``passes.py`` and ``failure.py``.
 """
 
 from __future__ import annotations

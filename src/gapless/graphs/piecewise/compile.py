@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-import sysconfig
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gapless.errors import CompileError, GaplessError, GraphError
+from gapless.errors import CompileError, GraphError
 from gapless.graphs.breakable import active_recorder
 from gapless.graphs.context import in_piecewise_context
 from gapless.graphs.device.arena import storage_bytes
 from gapless.graphs.device.base import GraphDevice
-from gapless.graphs.device.recorder import is_internal_file
 from gapless.graphs.piecewise.backend import CompileStats, PiecewiseBackend, PiecewiseConfig
+from gapless.graphs.piecewise.failure import explain, own_error
 from gapless.graphs.piecewise.piece import AddressCheck
 
 MIN_TRACE_ROWS = 2
@@ -104,10 +101,10 @@ class PiecewiseForward:
                 with _tracing_options():
                     result = compiled(*args, **kwargs)
             except Exception as error:
-                own = _own_error(error)
+                own = own_error(error)
                 if own is not None:
                     raise own from own.__cause__
-                raise CompileError(_explain(error, self.config.off_switch)) from error
+                raise CompileError(explain(error, self.config.off_switch)) from error
         self._compiled = compiled
         self.stats.trace_s = time.perf_counter() - start - self.stats.compile_s
         return result
@@ -265,45 +262,3 @@ def _tracing_options() -> Iterator[None]:
     constants = torch._dynamo.config.patch(specialize_float=True)
     with shapes.patch(backed_size_oblivious=True), constants:  # type: ignore[attr-defined]
         yield
-
-
-def _own_error(error: Exception) -> GaplessError | None:
-    """One of ours, raised by the backend and wrapped on its way out."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, GaplessError):
-        inner = getattr(inner, "inner_exception", None) or inner.__cause__
-    return inner
-
-
-def _explain(error: Exception, off_switch: str) -> str:
-    """The one message of a failed start."""
-    error = getattr(error, "inner_exception", None) or error
-    text = str(error).strip()
-    first_line = next((line for line in text.splitlines() if line.strip()), "no message")
-    frame = _user_frame(error, text)
-    op = re.search(r"call_(?:function|method) (.+?)\(\*?\(|target: ([^\s)]+)", text)
-    return (
-        f"tc_piecewise could not trace the model: {type(error).__name__}: {first_line}\n"
-        f"  op: {(op.group(1) or op.group(2)) if op else frame.line}\n"
-        f"  at: {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}\n"
-        "  tc_piecewise is experimental. Kernels that compile or load themselves when they are called, and "
-        "control flow that\n  depends on data, cannot be traced: register such a kernel with "
-        "register_custom_op.\n"
-        f"  To go on without it, start with {off_switch}\n"
-        "  A report should contain: this message with its traceback, the model and its quantisation, the "
-        "launch command\n  with all options, the GPU and its driver (`gapless env` prints them)."
-    )
-
-
-def _user_frame(error: Exception, text: str) -> traceback.FrameSummary:
-    """The innermost line of the user's code that was being traced, from what the error knows of it."""
-    frames = list(getattr(error, "real_stack", None) or ())
-    if not frames:
-        found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', text)
-        frames = [traceback.FrameSummary(f, int(n), name, line=code.strip()) for f, n, name, code in found]
-    frames = frames or list(traceback.extract_tb(error.__traceback__))
-    library = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    for frame in reversed(frames):
-        if not is_internal_file(frame.filename) and not frame.filename.startswith(library):
-            return frame
-    return frames[-1] if frames else traceback.FrameSummary("unknown file", 0, "unknown", line="unknown")

@@ -163,7 +163,9 @@ def _symbol_for(value: int, graph: fx.GraphModule) -> Any:
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fake_mode is None or context.fake_mode.shape_env is None:
         return value
-    return context.fake_mode.shape_env.create_unbacked_symint()
+    shapes = context.fake_mode.shape_env
+    with shapes.ignore_fresh_unbacked_symbols():  # no op of the graph makes this one
+        return shapes.create_unbacked_symint()
 
 
 def _check_can_partition(examples: list[Any]) -> None:
