@@ -32,7 +32,7 @@ LoadFormat = Literal["auto", "dummy", "safetensors", "gguf"]
 INT32_MAX = 2**31 - 1
 """Slots and positions are int32 on the device, so no count of tokens may exceed this."""
 MAX_STEP_TOKENS = 2**20
-MAX_STEP_REQUESTS = 2**16
+MAX_STEP_REQUESTS = 2**13
 
 E = TypeVar("E", bound=enum.StrEnum)
 

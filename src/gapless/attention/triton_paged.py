@@ -190,7 +190,7 @@ def _choose_tile(*, group: int, head_size: int, itemsize: int, max_query_len: in
 def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     if new_THD.device.type == "cpu" and not _is_interpreted():
         raise ConfigError(
-            "attention backend triton_paged needs a CUDA device, but got tensors on the CPU; "
+            "attention backend triton_paged needs a CUDA device, but got tensors on the CPU; on a CPU "
             "use --attention-backend torch_reference"
         )
     if new_THD.shape[2] > MAX_HEAD_SIZE:
@@ -211,8 +211,7 @@ def _kernels() -> ModuleType:
         from gapless.attention import triton_kernels
     except ImportError as error:
         raise ConfigError(
-            "attention backend triton_paged needs Triton, which cannot be imported "
-            f"({error}); install triton, or use --attention-backend torch_reference"
+            f"attention backend triton_paged needs Triton, which cannot be imported ({error}); install triton"
         ) from error
     return triton_kernels
 
