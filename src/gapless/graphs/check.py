@@ -93,6 +93,8 @@ class _Checker:
 
     def run(self) -> None:
         addresses = self._static_addresses()
+        reachable = Snapshot(self._target.roots).values
+        self._report.frozen_attributes = {name: f"{value!r:.80}" for name, value in reachable.items()}
         self._check_addresses("addresses")
         for descriptor in self._target.descriptors:
             self._check_lookup(descriptor)

@@ -38,12 +38,14 @@ class CheckResult:
 
 @dataclass(kw_only=True, slots=True)
 class CheckReport:
-    """``frozen_arguments``: what calls may not change. ``frozen_values``: host values inside captured ops."""
+    """``frozen_arguments``: what calls may not change. ``frozen_values``: host values inside captured ops.
+    ``frozen_attributes``: plain values that the callable can reach, as they were at the capture."""
 
     name: str
     results: list[CheckResult] = field(default_factory=list)
     frozen_arguments: dict[str, str] = field(default_factory=dict)
     frozen_values: dict[str, list[FrozenValue]] = field(default_factory=dict)
+    frozen_attributes: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_ok(self) -> bool:
@@ -79,6 +81,7 @@ class CheckReport:
             "results": [{**asdict(result), "status": str(result.status)} for result in self.results],
             "frozen": {
                 "arguments": dict(self.frozen_arguments),
+                "attributes": dict(self.frozen_attributes),
                 "values": {
                     name: [asdict(value) for value in found] for name, found in self.frozen_values.items()
                 },
@@ -102,6 +105,8 @@ class CheckReport:
             lines.append(
                 f"{name}: {len(values)} distinct host values are frozen in its ops (listed in the JSON)"
             )
+        if self.frozen_attributes:
+            lines.append(f"{len(self.frozen_attributes)} plain values are reachable (listed in the JSON)")
         num_failed = len(self.failures)
         verdict = (
             "all checks passed" if not num_failed else f"{num_failed} of {len(self.results)} checks FAILED"
@@ -122,6 +127,7 @@ def merge(name: str, reports: Iterable[CheckReport]) -> CheckReport:
         merged.results += report.results
         merged.frozen_arguments |= report.frozen_arguments
         merged.frozen_values |= report.frozen_values
+        merged.frozen_attributes |= report.frozen_attributes
     return merged
 
 

@@ -19,8 +19,9 @@ from gapless.errors import ConfigError
 from gapless.graphs.arguments import Input
 from gapless.graphs.buckets import Sizes
 from gapless.graphs.capabilities import TcCompiler
-from gapless.graphs.graphed_callable import Audit, Fallback, Graphed, GraphedOptions, State
+from gapless.graphs.graphed_callable import Graphed
 from gapless.graphs.graphed_compiled import CompileOptions
+from gapless.graphs.graphed_options import Audit, Fallback, GraphedOptions, State
 from gapless.graphs.modes import Strategy
 from gapless.graphs.outputs import OutputDims
 from gapless.graphs.samples import MakeInputs

@@ -7,11 +7,10 @@ the next. Whoever runs graphs of a pool holds it, so a call from within a step o
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -22,67 +21,23 @@ from gapless.graphs.arguments import Ambient, Arguments, Input
 from gapless.graphs.audit import Change
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.breakable import active_recorder
-from gapless.graphs.buckets import Buckets, Sizes, check_symbols, make_buckets
+from gapless.graphs.buckets import Buckets, check_symbols, make_buckets
 from gapless.graphs.call_template import Call, CallTemplate
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device import get_device
-from gapless.graphs.device.exclusive import recording_device
+from gapless.graphs.device.exclusive import is_recording_here
 from gapless.graphs.generation import Generation
-from gapless.graphs.graphed_compiled import CompileOptions
+from gapless.graphs.graphed_options import Fallback, GraphedOptions, State
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
-from gapless.graphs.outputs import OutputDims
 from gapless.graphs.real_sizes import RealSizes
 from gapless.graphs.report import StepLog, build_report
-from gapless.graphs.samples import MakeInputs, Samples
+from gapless.graphs.samples import Samples
 from gapless.graphs.store import SharedPool
 
 if TYPE_CHECKING:
     from gapless.graphs.check_report import CheckReport
 
 logger = logging.getLogger(__name__)
-
-Audit = Literal["first", "always", "never"]
-
-
-class Fallback(enum.StrEnum):
-    """Why a call ran without a graph."""
-
-    DISABLED = "disabled"
-    EMPTY = "empty"
-    """A dynamic dimension has no entries."""
-    LARGER_THAN_LARGEST = "larger_than_largest"
-    CAPTURE_FAILED = "capture_failed"
-    REQUIRES_GRAD = "requires_grad"
-    """An input wants gradients, which no graph records."""
-    POOL_BUSY = "pool_busy"
-    """Called from within a step of the same graph memory (from an eager break)."""
-    INSIDE_CAPTURE = "inside_capture"
-    """Called while something else is captured or compiled: it becomes part of that."""
-    PADDED_EAGER = "padded_eager"
-    """Asked for: the bucket without its graph."""
-    RELEASED = "released"
-
-
-class State(enum.StrEnum):
-    NEW = "new"
-    READY = "ready"
-    PAUSED = "paused"
-    RELEASED = "released"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphedOptions:
-    """The arguments of ``graphed``, which documents them."""
-
-    strategy: Strategy | None
-    sizes: Sizes | Mapping[str, Sizes] | None
-    outputs: Sequence[OutputDims] | None
-    copy_outputs: bool
-    make_inputs: MakeInputs | None
-    compile: CompileOptions
-    pool: SharedPool | None
-    checks_padding: bool
-    audit: Audit
 
 
 class Graphed:
@@ -102,6 +57,8 @@ class Graphed:
         self._arguments = Arguments(fn, inputs)
         check_symbols(self._arguments.symbols)
         options.compile.check(options.strategy, self._arguments.symbols)
+        self._lock = threading.RLock()
+        """Held while graphs are made; calls of captured ones do not take it."""
         self._state = State.NEW
         self._template: CallTemplate | None = None
         self._samples: Samples | None = None
@@ -136,8 +93,12 @@ class Graphed:
         what was captured, and while paused."""
         if self._is_inside_capture():
             return self._run_plain(args, kwargs, Fallback.INSIDE_CAPTURE)
-        if self._state is State.NEW:
-            self.capture(*args, **kwargs)
+        if self._state in (State.NEW, State.CAPTURING):
+            with self._lock:  # other threads wait here; on this one it is a call from within the capture
+                if self._state is State.CAPTURING:
+                    return self._run_plain(args, kwargs, Fallback.INSIDE_CAPTURE)
+                if self._state is State.NEW:
+                    self._capture(args, kwargs, None)
         if self._state is State.PAUSED:
             raise GraphError(f"{self._name} is paused: its weights may be gone. Call resume() first")
         if self._state is State.RELEASED or self._generation is None:
@@ -173,20 +134,22 @@ class Graphed:
         A size whose capture fails stays eager and is in the report. Raises ``GraphError`` when there are
         graphs already, and for what graphs cannot do right (see ``probe.py``).
         """
-        if self._state is not State.NEW:
-            raise GraphError(f"{self._name} is {self._state}: its graphs exist. Use recapture()")
-        self._capture(args, kwargs, on_progress)
+        with self._lock:
+            if self._state is not State.NEW:
+                raise GraphError(f"{self._name} is {self._state}: its graphs exist. Use recapture()")
+            self._capture(args, kwargs, on_progress)
         return self
 
     def recapture(
         self, *args: Any, on_progress: Callable[[int, int], None] | None = None, **kwargs: Any
     ) -> Self:
         """Drop all graphs and capture again, with the arguments of the first capture or with new ones."""
-        self._drop_generation()
-        if args or kwargs or self._template is None or self._template.lacks_tensors:
-            self._capture(args, kwargs, on_progress)
-        else:
-            self._build(on_progress)
+        with self._lock:
+            self._drop_generation()
+            if args or kwargs or self._template is None or self._template.lacks_tensors:
+                self._capture(args, kwargs, on_progress)
+            else:
+                self._build(on_progress)
         return self
 
     def audit(self) -> list[Change]:
@@ -301,10 +264,7 @@ class Graphed:
         return getattr(self.fn, "__qualname__", type(self.fn).__name__)
 
     def _is_inside_capture(self) -> bool:
-        device = recording_device()
-        if device is not None and device.is_recording():  # type: ignore[attr-defined]
-            return True
-        return active_recorder() is not None or torch.compiler.is_compiling()
+        return is_recording_here() or active_recorder() is not None or torch.compiler.is_compiling()
 
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Callable[[int, int], None] | None
@@ -329,30 +289,39 @@ class Graphed:
         self._example_sizes = call.sizes
 
     def _build(self, on_progress: Callable[[int, int], None] | None) -> None:
+        self._state = State.CAPTURING
+        try:
+            self._generation = self._make_generation(on_progress)
+        except BaseException:
+            self._state = State.NEW
+            raise
+        self._state = State.READY
+
+    def _make_generation(self, on_progress: Callable[[int, int], None] | None) -> Generation | None:
         assert self._template is not None
         assert self._samples is not None
         self._audited.clear()
         self._ambient = Ambient.now(self.fn, self._template.device.type)
-        if self.options.strategy is not Strategy.DISABLED:
-            device = get_device(self._template.device)
-            generation = Generation(
-                self.fn,
-                template=self._template,
-                samples=self._samples,
-                buckets=make_buckets(self._arguments.symbols, self.options.sizes, self._example_sizes),
-                device=device,
-                compile=self.options.compile,
-                pool=self.options.pool or SharedPool(device),
+        if self.options.strategy is Strategy.DISABLED:
+            return None
+        device = get_device(self._template.device)
+        generation = Generation(
+            self.fn,
+            template=self._template,
+            samples=self._samples,
+            buckets=make_buckets(self._arguments.symbols, self.options.sizes, self._example_sizes),
+            device=device,
+            compile=self.options.compile,
+            pool=self.options.pool or SharedPool(device),
+        )
+        with generation.pool.use():
+            generation.capture(
+                self.options.strategy,
+                outputs=self.options.outputs,
+                checks_padding=self.options.checks_padding,
+                on_progress=on_progress,
             )
-            with generation.pool.use():
-                generation.capture(
-                    self.options.strategy,
-                    outputs=self.options.outputs,
-                    checks_padding=self.options.checks_padding,
-                    on_progress=on_progress,
-                )
-            self._generation = generation
-        self._state = State.READY
+        return generation
 
     def _drop_generation(self) -> None:
         if self._generation is not None:

@@ -182,6 +182,12 @@ def test_host_values_inside_ops_are_listed_with_their_line() -> None:
     assert "test_check.py" in values["aten.clamp.default", "max"].line
 
 
+def test_plain_values_that_the_callable_reaches_are_listed() -> None:
+    report = capture(Net()).verify()
+    assert report.frozen_attributes["Net.limit"] == "2"
+    assert report.to_dict()["frozen"]["attributes"]["Net.training"] == "True"
+
+
 def test_a_failed_capture_is_an_error() -> None:
     def fn(x: Tensor) -> Tensor:
         if x.shape[0] == 5:

@@ -651,6 +651,37 @@ def test_calls_from_several_threads_take_turns(net: Net) -> None:
     assert sum(step["count"] for step in made.report()["steps"]) == 120
 
 
+def test_the_first_calls_of_several_threads_capture_once() -> None:
+    runs: list[int] = []
+
+    @eager_break
+    def count() -> None:
+        runs.append(1)
+
+    def fn(x: Tensor) -> Tensor:
+        count()
+        return x * 2
+
+    made = graphed(fn, inputs={"x": ROWS}, sizes=[4])
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(made(torch.ones(3, 6)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [result.sum().item() for result in results] == [36.0] * 4
+    assert made.report()["steps"][0]["count"] == 4
+
+
+def test_a_callable_that_calls_its_own_graphed_self_is_captured_like_other_code() -> None:
+    def fn(x: Tensor, depth: int) -> Tensor:
+        return x * 2 if depth == 0 else made(x + 1, 0) + 1
+
+    made = graphed(fn, inputs={"x": ROWS}, sizes=[4])
+    x = rows(3)
+    assert torch.equal(made(x, 1), (x + 1) * 2 + 1)
+
+
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_captures_and_calls_work_in_every_grad_mode(net: Net, grad_mode: Callable[[], Any]) -> None:
     made = graphed(net, inputs={"x": ROWS}, sizes=4)

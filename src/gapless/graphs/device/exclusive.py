@@ -13,20 +13,21 @@ from gapless.errors import GraphError
 
 _guard = threading.Lock()
 _owner: object | None = None
+_thread: int | None = None
 
 
 def claim_recording(device: object) -> None:
     """Raises ``GraphError`` when a segment is open already."""
-    global _owner
+    global _owner, _thread
     with _guard:
         if _owner is not None:
             raise GraphError("a segment is already being recorded in this process; end or abandon it first")
-        _owner = device
+        _owner, _thread = device, threading.get_ident()
 
 
-def recording_device() -> object | None:
-    """The device that has a segment open; None where nothing is being recorded."""
-    return _owner
+def is_recording_here() -> bool:
+    """True on the thread whose segment is open."""
+    return _owner is not None and _thread == threading.get_ident()
 
 
 def release_recording(device: object) -> None:
