@@ -127,18 +127,22 @@ class _TokenBatches:
         return descriptor if is_better and found.descriptor is not None else found.descriptor
 
     def real_descriptors(self, bucket: BatchDescriptor) -> list[BatchDescriptor]:
+        """The largest batch of the bucket and smaller ones, as far as the cache has blocks for them."""
         if bucket.uniform:
             per_request = bucket.num_tokens // bucket.num_reqs
-            counts = dict.fromkeys(
-                (bucket.num_reqs, max(1, 2 * bucket.num_reqs // 3), bucket.num_reqs // 2 + 1)
-            )
-            return [BatchDescriptor(n * per_request, n, uniform=True) for n in counts if n <= bucket.num_reqs]
-        found = []
-        for tokens in dict.fromkeys((bucket.num_tokens, max(1, 2 * bucket.num_tokens // 3))):
+            blocks = -(-per_request // self.cache.block_size)
+            most = min(bucket.num_reqs, self.cache.num_blocks // blocks)
+            counts = dict.fromkeys((most, max(1, 2 * most // 3), most // 2 + 1))
+            return [BatchDescriptor(n * per_request, n, uniform=True) for n in counts if n <= most]
+        found: list[BatchDescriptor] = []
+        for tokens in (bucket.num_tokens, max(1, 2 * bucket.num_tokens // 3)):
             fewest = self._fewest_reqs(tokens)
             most = min(bucket.num_reqs, tokens, max(fewest, self.cache.num_blocks // 4))
-            found += [BatchDescriptor(tokens, n) for n in dict.fromkeys((most, fewest))]
-        return found
+            for count in (most, fewest):
+                # Every request may leave its last block partly empty.
+                room = (self.cache.num_blocks - count + 1) * self.cache.block_size
+                found.append(BatchDescriptor(max(count, min(tokens, room)), count))
+        return list(dict.fromkeys(found))
 
     def make_values(self, real: BatchDescriptor, generator: torch.Generator) -> Values:
         rng = np.random.default_rng(int(torch.randint(2**31, (), generator=generator)))

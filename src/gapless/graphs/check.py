@@ -174,13 +174,14 @@ class _Checker:
         """A, B, A for every pair of neighbours in size, with memory allocated and freed in between."""
         descriptors = list(self._target.descriptors)
         for one, other in zip(descriptors, descriptors[1:] + descriptors[:1], strict=True):
-            values, others = self._fresh(one), self._fresh(other)
-            first = self._run(one, one, values, self._mode)
+            real, other_real = self._largest(one), self._largest(other)
+            values, others = self._fresh(real), self._fresh(other_real)
+            first = self._run(one, real, values, self._mode)
             kept = [tensor.clone() for tensor in first]
             _churn(self._runner.store.device.torch_device)
-            self._run(other, other, others, self._mode)
+            self._run(other, other_real, others, self._mode)
             _churn(self._runner.store.device.torch_device)
-            mismatch = exact_mismatch(self._run(one, one, values, self._mode), kept)
+            mismatch = exact_mismatch(self._run(one, real, values, self._mode), kept)
             subject = f"{self._text(one)} around {self._text(other)}"
             self._report.add("interleaved sizes", self._target.name, subject, _text_of(mismatch))
 
@@ -190,9 +191,10 @@ class _Checker:
         real = self._target.real_descriptors(descriptor)[-1]
         at_capture = self._log(descriptor, descriptor, self._runner.dummy(descriptor))
         self._report.frozen_values.setdefault(self._target.name, at_capture.frozen_values())
-        fresh = self._fresh(descriptor)
-        logs = [("another batch", self._log(descriptor, descriptor, fresh))]
-        if real != descriptor:
+        largest = self._largest(descriptor)
+        fresh = self._fresh(largest)
+        logs = [("another batch", self._log(descriptor, largest, fresh))]
+        if real != largest:
             logs.append(("a smaller batch", self._log(descriptor, real, self._fresh(real))))
         logs += self._target.variants(descriptor, fresh)
         for name, log in logs:
@@ -207,7 +209,8 @@ class _Checker:
 
     def _check_side_effects(self, descriptor: BatchDescriptor) -> None:
         before = Snapshot(self._target.roots)
-        self._run(descriptor, descriptor, self._fresh(descriptor), RuntimeMode.NONE)
+        real = self._largest(descriptor)
+        self._run(descriptor, real, self._fresh(real), RuntimeMode.NONE)
         live = self._target.live_names
         changes = [c for c in before.changes_to(Snapshot(self._target.roots)) if c.name not in live]
         subject = self._text(descriptor)
@@ -255,6 +258,10 @@ class _Checker:
     @property
     def _mode(self) -> RuntimeMode:
         return self._runner.strategy.runtime_mode
+
+    def _largest(self, descriptor: BatchDescriptor) -> BatchDescriptor:
+        """The largest real batch of a bucket: the bucket itself, unless memory sets a limit."""
+        return self._target.real_descriptors(descriptor)[0]
 
     def _fresh(self, real: BatchDescriptor) -> Values:
         return self._target.make_values(real, self._generator)

@@ -126,8 +126,10 @@ def _check_kept_results(graphed: Graphed, report: CheckReport, *, seed: int) -> 
     generator = torch.Generator().manual_seed(seed + 1)
     log, graphed.log = graphed.log, type(graphed.log)()
     state = saved_contents(generation.state_tensors())
+    device = generation.device.torch_device
+    gpus = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=[]), no_traffic(generation.runner), state:
+        with torch.random.fork_rng(devices=gpus), no_traffic(generation.runner), state:
             for bucket in generation.buckets.live_descriptors()[-2:]:
                 sizes = generation.buckets.sizes_of(bucket)
                 first, second = (

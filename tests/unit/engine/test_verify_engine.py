@@ -18,7 +18,6 @@ from gapless.graphs.modes import Phase
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "default": {},
-    "full": {"cuda_graph_backend_prefill": "full", "cuda_graph_backend_decode": "full"},
     "breakable": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "breakable"},
     "tc_piecewise": {"cuda_graph_backend_prefill": "tc_piecewise"},
     "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
@@ -66,6 +65,13 @@ def test_few_sizes_are_the_smallest_a_middle_and_the_largest(tmp_path: Path) -> 
         r.subject.split(",")[0] for r in report.results if r.check == "lookup" and r.target == "prefill"
     ]
     assert looked_up == ["tokens=20", "tokens=12", "tokens=4"]
+
+
+def test_a_cache_with_few_blocks_is_enough(tmp_path: Path) -> None:
+    """Batches are as large as the blocks allow: 4 blocks of 16 tokens for 8 requests and 40 tokens."""
+    opened = open_tiny(tmp_path, kv_cache_tokens=64, max_running_requests=8, chunked_prefill_size=40)
+    report = verify_engine(opened, only_few_sizes=True)
+    assert report.is_ok, str(report)
 
 
 def test_weights_rebound_under_the_graphs_are_found(tmp_path: Path) -> None:
