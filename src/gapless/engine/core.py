@@ -23,7 +23,7 @@ from gapless.engine.choice import Choice
 from gapless.engine.detokenizer import TokenizerLike
 from gapless.engine.intake import Intake, Prompt
 from gapless.engine.outputs import RequestOutput
-from gapless.engine.request import Request, Sequence, make_sequences
+from gapless.engine.request import Request, Sequence, distinct_params, make_sequences
 from gapless.engine.scheduler import Scheduler
 from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner, TokenLogprob
 from gapless.errors import RequestError
@@ -156,7 +156,7 @@ class EngineCore:
 
     def _needs_known_tokens(self) -> bool:
         """Penalties are counted on the host, over every token drawn so far."""
-        return any(sequence.params.has_penalties for sequence in self.scheduler.running)
+        return any(params.has_penalties for params in distinct_params(self.scheduler.running))
 
     def _launch(self, batch: ScheduledBatch) -> None:
         try:

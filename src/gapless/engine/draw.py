@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gapless.engine.graph_set import INVALID_TOKEN, GraphSet, greedy_or_invalid
 from gapless.engine.readback import Readback, ReadbackRing
+from gapless.engine.request import distinct_params
 from gapless.engine.row_graphs import RowGraphs
 from gapless.engine.step import PendingStep, ScheduledSequence, StepResult, TokenLogprob
 from gapless.graphs.modes import Phase
@@ -40,15 +41,18 @@ class TokenDrawer:
         shared buffer, for a next step that is launched before the host has seen them.
         """
         logits_RV = self._graphs.logits[: len(entries)]
-        asks_logprobs = any(e.sequence.params.logprobs is not None for e in entries)
+        params = distinct_params(e.sequence for e in entries)
+        asks_logprobs = any(p.logprobs is not None for p in params)
         raw_RV = logits_RV
-        adjusted = [r for r, e in enumerate(entries) if _needs_adjusting(e)]
+        adjusted: list[int] = []
+        if any(p.has_penalties or p.min_tokens for p in params):
+            adjusted = [r for r, e in enumerate(entries) if _needs_adjusting(e)]
         if adjusted:
             if asks_logprobs:
                 raw_RV = logits_RV.clone()  # log-probabilities are the model's own
             self._adjust(entries, adjusted, logits_RV)
         tokens_R = greedy_R
-        if any(not e.sequence.params.is_greedy for e in entries):
+        if not all(p.is_greedy for p in params):
             tokens_R = self._sample(entries)
         elif adjusted:
             tokens_R = self._graphs.tokens[: len(entries)].copy_(greedy_or_invalid(logits_RV))

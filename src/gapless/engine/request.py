@@ -11,6 +11,7 @@ so a result that was computed for an earlier life of the sequence can be told ap
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gapless.engine.outputs import FinishReason
@@ -104,6 +105,12 @@ class Sequence:
         """A drawn token has become known."""
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
+
+
+def distinct_params(sequences: Iterable[Sequence]) -> list[SamplingParams]:
+    """The parameters of ``sequences``, each object once: a batch of hundreds usually shares a single one, so
+    what a step asks of all is asked of it alone."""
+    return list({id(s.request.params): s.request.params for s in sequences}.values())
 
 
 def make_sequences(request: Request, *, base_seed: int) -> list[Sequence]:
