@@ -293,10 +293,27 @@ def test_checking_addresses_computes_nothing(device):
 
 def test_something_that_forces_a_new_trace_is_an_error_at_the_first_replay(device):
     rig = Rig(device, sizes=(4, 2)).capture()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(GraphError, match="had to be traced again"):
+            rig.replay(4, 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_parameter_of_another_dtype_is_named_although_it_forces_a_new_trace(device):
+    rig = Rig(device, sizes=(4, 2)).capture()
     layer = rig.model.layers[2]
     layer.gain = torch.nn.Parameter(layer.gain.double(), requires_grad=False)
-    with pytest.raises(GraphError, match="had to be traced again"):
+    with pytest.raises(StaleAddressError, match=r"layers\.2\.gain moved"):
         rig.replay(4, 0)
+
+
+def test_forwards_are_compiled_without_autograd_whoever_calls(device):
+    rig = Rig(device).trace()
+    with torch.enable_grad(), step(NONE, 4):
+        assert not rig.forward(rig.ids[4]).requires_grad
+    assert rig.forward.stats.num_traces == 1
 
 
 # --- nesting ---

@@ -26,7 +26,7 @@ from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.ops import implementation_of
 from gapless.graphs.piecewise.compilers import PieceCompiler, compile_by_inductor, function_of
 from gapless.graphs.piecewise.passes import GraphPass
-from gapless.graphs.piecewise.piece import Piece, SplitPart, Stitched, input_names, replace_child
+from gapless.graphs.piecewise.piece import Handover, Piece, SplitPart, Stitched, input_names, replace_child
 from gapless.graphs.piecewise.split import (
     PartKind,
     SplitGraph,
@@ -96,11 +96,11 @@ class CompileStats:
 
 
 class PiecewiseBackend:
-    """See the module docstring. One per forward; ``stitched`` is the latest result."""
+    """See the module docstring. One per forward."""
 
     def __init__(self, config: PiecewiseConfig, device: GraphDevice) -> None:
         self.stats = CompileStats()
-        self.stitched: list[Stitched] = []
+        self.handover = Handover()
         self.pieces: list[Piece] = []
         self._config, self._device = config, device
         self._compiler = PieceCompiler(config.compiler)
@@ -117,15 +117,15 @@ class PiecewiseBackend:
         names = input_names(graph)
         self.stats.changes_by_pass = tuple((p.name, p(graph)) for p in self._config.passes)
         if self._config.use_inductor_graph_partition:
-            stitched = self._whole(graph, names)
+            run, num_breaks = self._whole(graph)
         else:
-            stitched = self._pieces(split_graph(graph, self._config.split_ops), names)
-        self.stitched.append(stitched)
+            run, num_breaks = self._pieces(split_graph(graph, self._config.split_ops))
         self.stats.compile_s = self._compiler.compile_s
         self.stats.num_distinct = self._compiler.num_compiled
-        return stitched
+        return Stitched(run, inputs=names, num_breaks=num_breaks, device=self._device, handover=self.handover)
 
-    def _pieces(self, split: SplitGraph, names: tuple[str, ...]) -> Stitched:
+    def _pieces(self, split: SplitGraph) -> tuple[Callable[..., Any], int]:
+        """The stitching graph of compiled pieces, and how many breaks it has."""
         if split.unmatched:
             logger.warning("the forward calls no %s: not split there", ", ".join(split.unmatched))
         for part in split.parts:
@@ -145,18 +145,16 @@ class PiecewiseBackend:
         self.stats.num_trivial = kinds.count(PartKind.TRIVIAL)
         self.stats.num_splits = len(split.split_ops)
         self.stats.unmatched = split.unmatched
-        run = function_of(split.stitching)
-        return Stitched(run, inputs=names, num_breaks=kinds.count(PartKind.SPLIT), device=self._device)
+        return function_of(split.stitching), kinds.count(PartKind.SPLIT)
 
-    def _whole(self, graph: fx.GraphModule, names: tuple[str, ...]) -> Stitched:
+    def _whole(self, graph: fx.GraphModule) -> tuple[Callable[..., Any], int]:
         """One compiled graph, cut where its code calls a split op."""
         ops = split_ops_of(graph, self._config.split_ops)
         overloads = {op for _, op in ops}
         code = compile_by_inductor(graph, partition_at=tuple(dict.fromkeys(name for name, _ in ops)))
         self.stats.num_pieces = len(ops) + 1
         self.stats.num_splits = len(ops)
-        run = cut_at_calls(code, overloads)
-        return Stitched(run, inputs=names, num_breaks=len(ops), device=self._device)
+        return cut_at_calls(code, overloads), len(ops)
 
 
 def cut_at_calls(code: Callable[..., Any], ops: set[torch._ops.OpOverload]) -> Callable[..., Any]:

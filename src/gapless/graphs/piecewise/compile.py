@@ -79,12 +79,35 @@ class PiecewiseForward:
             return self._plain(*args, **kwargs)
         if self._compiled is None:
             return self._trace(args, kwargs)
-        recorder = active_recorder()
-        if recorder is not None and self._device.is_recording():
-            recorder.add_check(functools.partial(self._verify, self._expect_check(args, kwargs)))
+        is_recording, recorder = self._device.is_recording(), active_recorder()
         with self._device.pause_recording():
-            args, kwargs = self._in_plain_form(args, kwargs)
-            return self._compiled(*args, **kwargs)
+            args, kwargs, originals = _in_plain_form(args, kwargs)
+            check = None
+            if is_recording and recorder is not None:
+                # Stand-ins: an owner of pool memory would keep later sizes from reusing it.
+                owned = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
+                check = AddressCheck(args=owned[0], kwargs=owned[1])
+                recorder.add_check(functools.partial(self._verify, check))
+            # The emulated device watches the owners of what it records, and a stand-in owns nothing.
+            is_watched = self._device.torch_device.type == "cpu"
+            return self._run(args, kwargs, check=check, originals=originals if is_watched else {})
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        check: AddressCheck | None,
+        originals: dict[int, Tensor],
+    ) -> Any:
+        assert self._compiled is not None
+        handover = self._backend.handover
+        handover.check, handover.originals = check, originals
+        try:
+            with torch.no_grad():
+                return self._compiled(*args, **kwargs)
+        finally:
+            handover.take()  # not taken if the call has failed before the stitching graph
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._device.is_recording():
@@ -135,53 +158,15 @@ class PiecewiseForward:
 
         return pytree.tree_map_only(Tensor, mark, value)
 
-    def _expect_check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AddressCheck:
-        # Stand-ins: an owner of pool memory would keep later sizes from reusing it.
-        with self._device.pause_recording():
-            args, kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
-        check = AddressCheck(args=args, kwargs=kwargs)
-        self._arm(check)
-        return check
-
-    def _in_plain_form(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as traced code takes them. It holds for the offset into a storage that it was traced
-        with, and for the strides of dimensions of one element too; views of one buffer have many of both."""
-        originals: dict[int, Tensor] = {}
-
-        def move(tensor: Tensor) -> Tensor:
-            if tensor.storage_offset() == 0 and tensor.stride() == _plain_stride(tensor):
-                return tensor
-            moved = stand_in(tensor)
-            originals[id(moved)] = tensor
-            return moved
-
-        moved = pytree.tree_map_only(Tensor, move, (args, kwargs))
-        # The emulated device watches the owners of what it records, and a stand-in owns nothing.
-        is_watched = self._device.torch_device.type == "cpu"
-        for stitched in self._backend.stitched:
-            stitched.originals = originals if is_watched else {}
-        return moved
-
-    def _arm(self, check: AddressCheck | None) -> None:
-        for stitched in self._backend.stitched:
-            stitched.check = check
-
     def _verify(self, check: AddressCheck) -> None:
         """Raise ``StaleAddressError`` if the forward would be called with other memory than at capture.
 
         Nothing is computed: the compiled code collects its inputs, which are compared, and returns.
         """
-        assert self._compiled is not None
         if not check.is_complete:
             raise GraphError("a captured call of a compiled forward left no addresses to check")
-        self._arm(check)
         traces = self.stats.num_traces
-        try:
-            self._compiled(*check.args, **check.kwargs)
-        finally:
-            self._arm(None)
+        self._run(check.args, check.kwargs, check=check, originals={})
         if self.stats.num_traces != traces:
             raise GraphError(
                 "the forward had to be traced again for the first replay: something that the graphs depend "
@@ -197,6 +182,26 @@ def stand_in(tensor: Tensor) -> Tensor:
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, num_bytes)
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, 0, tensor.shape, stride)
+
+
+def _in_plain_form(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
+    """The arguments as traced code takes them, and by the identity of each stand-in what it stands for.
+
+    Traced code holds for the offset into a storage that it was traced with, and for the strides of dimensions
+    of one element too; views of one buffer have many of both.
+    """
+    originals: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.storage_offset() == 0 and tensor.stride() == _plain_stride(tensor):
+            return tensor
+        moved = stand_in(tensor)
+        originals[id(moved)] = tensor
+        return moved
+
+    return *pytree.tree_map_only(Tensor, move, (args, kwargs)), originals
 
 
 def _plain_stride(tensor: Tensor) -> tuple[int, ...]:

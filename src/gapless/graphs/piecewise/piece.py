@@ -60,6 +60,7 @@ class SplitPart:
     ) -> None:
         self.name, self.ops = name, ops
         self._torch_device = torch_device
+        self._returns_nothing = graph.graph.output_node().args[0] == ()
         self._abstract = function_of(graph)
         self._inference = ShapeInference()
         run = function_of(_past_dispatcher(graph))
@@ -75,6 +76,8 @@ class SplitPart:
 
     def _shapes(self, *args: Any) -> Any:
         """Results as the ops' fake kernels describe them, with anything in them."""
+        if self._returns_nothing:
+            return ()
         specs = self._inference.infer_call(self._abstract, args)
 
         def make(spec: Any) -> Any:
@@ -96,6 +99,21 @@ class AddressCheck:
     is_complete: bool = field(default=False)
 
 
+class Handover:
+    """What the caller of compiled code tells the stitching graph past the guards in between, for one call."""
+
+    def __init__(self) -> None:
+        self.check: AddressCheck | None = None
+        """To be filled by a captured call, or compared with the call if complete."""
+        self.originals: dict[int, Tensor] = {}
+        """By the identity of stand-ins among the arguments: what to record in their place."""
+
+    def take(self) -> tuple[AddressCheck | None, dict[int, Tensor]]:
+        taken = self.check, self.originals
+        self.check, self.originals = None, {}
+        return taken
+
+
 class Stitched:
     """The stitching graph with its children replaced: what ``torch.compile`` calls.
 
@@ -103,21 +121,22 @@ class Stitched:
     """
 
     def __init__(
-        self, run: Callable[..., Any], *, inputs: tuple[str, ...], num_breaks: int, device: GraphDevice
+        self,
+        run: Callable[..., Any],
+        *,
+        inputs: tuple[str, ...],
+        num_breaks: int,
+        device: GraphDevice,
+        handover: Handover,
     ) -> None:
-        self._run = run
+        self._run, self._handover = run, handover
         self._inputs, self._num_breaks, self._device = inputs, num_breaks, device
-        self.check: AddressCheck | None = None
-        """Filled by the next captured call, or compared with the next call if complete."""
-        self.originals: dict[int, Tensor] = {}
-        """By the identity of stand-ins among the next call's arguments: what to record in their place."""
 
     def __call__(self, *args: Any) -> Any:
-        check, self.check = self.check, None
+        check, originals = self._handover.take()
         if check is not None and check.is_complete:
             self._compare(check, args)
             return check.outputs
-        originals, self.originals = self.originals, {}
         with self._device.resume_recording():
             if originals and self._device.is_recording():
                 args = tuple(originals.get(id(arg), arg) for arg in args)
@@ -136,11 +155,9 @@ class Stitched:
             return outputs
 
     def _compare(self, check: AddressCheck, args: tuple[Any, ...]) -> None:
-        moved = [
-            name
-            for name, before, now in zip(self._inputs, check.addresses, _addresses(args), strict=True)
-            if before != now
-        ]
+        # A forward that had to be traced again may have other inputs, which its caller finds out.
+        pairs = zip(self._inputs, check.addresses, _addresses(args), strict=False)
+        moved = [name for name, before, now in pairs if before != now]
         if moved:
             raise StaleAddressError(
                 f"{', '.join(moved)} moved to another address after the capture, so the graphs read memory "
