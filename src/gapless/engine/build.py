@@ -142,9 +142,7 @@ class _Build:
         graphs = self._graph_set(store, plan, limits)
         rows = RowGraphs(_row_sizes(plan, limits), log)
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
-        start = time.perf_counter()
-        graphs.compile()
-        self.seconds["compile"] = time.perf_counter() - start
+        self._compile(graphs)
         start = time.perf_counter()
         self._capture(store, graphs, rows, dispatcher)
         _check_lookup(store, dispatcher, plan)
@@ -257,10 +255,21 @@ class _Build:
     ) -> list[tuple[GraphRunner, list[BatchDescriptor]]]:
         """Every runner with what it is to capture, in the order of capture."""
         graphs = self._graph_set(store, plan, limits)
-        graphs.compile()
+        self._compile(graphs)
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
         rows = RowGraphs(_row_sizes(plan, limits), StepLog())
         return _to_capture(graphs, rows, dispatcher)
+
+    def _compile(self, graphs: GraphSet) -> None:
+        """Trace the forward where the plan asks for it; once, whether memory is measured first or not."""
+        if self.compiled is None or self.compiled.is_compiled:
+            return
+        progress = self.progress or (lambda stage, done, total: None)
+        start = time.perf_counter()
+        progress("compile", 0, 1)
+        graphs.compile()
+        progress("compile", 1, 1)
+        self.seconds["compile"] = time.perf_counter() - start
 
     def _capture(self, store: GraphStore, graphs: GraphSet, rows: RowGraphs, dispatcher: Dispatcher) -> None:
         work = _to_capture(graphs, rows, dispatcher)

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import BatchMaker, open_tiny
+from tiny_model import BatchMaker, open_tiny, write_config
 
 from gapless.attention.base import ATTENTION_OP
-from gapless.engine.build import OpenedEngine
+from gapless.config import EngineConfig
+from gapless.engine.build import OpenedEngine, open_engine
 from gapless.errors import CompileError, ConfigError
 from gapless.graphs.piecewise import FuseOutputCast, register_pass, unregister_pass
 from gapless.models.decoder import Decoder
 
 BOTH = {"cuda_graph_backend_prefill": "tc_piecewise", "cuda_graph_backend_decode": "tc_piecewise"}
+LIMITS = {"max_running_requests": 2, "chunked_prefill_size": 8, "kv_cache_tokens": 64}
 MODE_3 = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}
 
 
@@ -82,6 +84,17 @@ def test_the_report_says_what_was_compiled_and_what_ran(tmp_path: Path) -> None:
     assert {("prefill", "tc_piecewise"), ("decode", "tc_piecewise")} <= steps
     assert report["eager"] == []
     assert report["startup"]["seconds"]["compile"] > 0
+
+
+def test_compilation_is_a_stage_of_the_start_up_before_the_captures(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    config = EngineConfig.from_sources(
+        python={"model": write_config(tmp_path), "load_format": "dummy", "device": "cpu", **LIMITS, **BOTH}
+    )
+    open_engine(config, lambda stage, done, total: seen.append((stage, done, total)))
+    stages = list(dict.fromkeys(stage for stage, _, _ in seen))
+    assert stages[-2:] == ["compile", "capture"]
+    assert [event for event in seen if event[0] == "compile"] == [("compile", 0, 1), ("compile", 1, 1)]
 
 
 def test_nothing_is_compiled_by_default(tmp_path: Path) -> None:
