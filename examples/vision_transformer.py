@@ -21,7 +21,10 @@ def make_model() -> ViTForImageClassification:
         image_size=32, patch_size=8, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_labels=5,
     )  # fmt: skip
-    return ViTForImageClassification(config).eval().requires_grad_(False).to(DEVICE)
+    model = ViTForImageClassification(config).eval().requires_grad_(False).to(DEVICE)
+    # SDPA chooses its kernel at run time, and on a GPU not the same one while a stream is capturing.
+    model.set_attn_implementation("eager")
+    return model
 
 
 def make_images(count: int) -> Tensor:
