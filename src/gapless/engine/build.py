@@ -294,13 +294,11 @@ class _Build:
 def _to_capture(
     graphs: GraphSet, rows: RowGraphs, dispatcher: Dispatcher
 ) -> list[tuple[GraphRunner, list[BatchDescriptor]]]:
-    row_descriptors = rows.descriptors()
+    row_stages = (graphs.head, graphs.sample, graphs.sample_filtered)
     work = [
         (graphs.prefill, list(dispatcher.capture_descriptors(Phase.PREFILL))),
         (graphs.decode, list(dispatcher.capture_descriptors(Phase.DECODE))),
-        (graphs.head, row_descriptors),
-        (graphs.sample, row_descriptors),
-        (graphs.sample_filtered, row_descriptors),
+        *((stage, rows.descriptors(stage)) for stage in row_stages),
     ]
     return [(runner, descriptors) for runner, descriptors in work if descriptors]
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.modes import RuntimeMode, Strategy
+from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
 
@@ -22,17 +22,25 @@ PADDED_EAGER = "padded_eager"
 
 
 class RowGraphs:
-    """Runs row stages on the sizes of ``sizes``; ``padded_eager`` turns replays into eager runs of the same
-    bucket."""
+    """Runs row stages on the sizes of their ladder; ``padded_eager`` turns replays into eager runs of the
+    same bucket.
+
+    The head uses ``sizes``. Sampling uses the powers of two below their largest, and that: its graphs hold
+    hundreds of nodes for every 32 rows, so a fine ladder costs seconds of start-up and megabytes a size, and
+    rows are cheap.
+    """
 
     def __init__(self, sizes: tuple[int, ...], log: StepLog) -> None:
         self.sizes = sizes
+        largest = sizes[-1] if sizes else 0
+        self.sampling_sizes = tuple(sorted({largest, *(1 << i for i in range(largest.bit_length()))} - {0}))
         self.padded_eager = False
         self._log = log
         self._failed: set[tuple[str, int]] = set()
 
-    def descriptors(self) -> list[BatchDescriptor]:
-        return [_descriptor(rows) for rows in self.sizes]
+    def descriptors(self, runner: GraphRunner) -> list[BatchDescriptor]:
+        """What ``runner`` is to capture."""
+        return [_descriptor(rows) for rows in self._sizes_of(runner)]
 
     def drop(self, runner: GraphRunner, failed: list[BatchDescriptor]) -> None:
         """Sizes whose capture failed are never looked up again; the next larger one may serve."""
@@ -54,10 +62,14 @@ class RowGraphs:
     def _find(self, runner: GraphRunner, num_rows: int) -> tuple[str, int | None]:
         if runner.strategy is Strategy.DISABLED:
             return "phase_disabled", None
-        for size in self.sizes[bisect_left(self.sizes, num_rows) :]:
+        sizes = self._sizes_of(runner)
+        for size in sizes[bisect_left(sizes, num_rows) :]:
             if (runner.phase, size) not in self._failed:
                 return "", size
         return "capture_failed" if self._failed else "larger_than_largest", None
+
+    def _sizes_of(self, runner: GraphRunner) -> tuple[int, ...]:
+        return self.sizes if runner.phase is Phase.HEAD else self.sampling_sizes
 
 
 def _descriptor(num_rows: int) -> BatchDescriptor:
