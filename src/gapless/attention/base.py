@@ -114,7 +114,7 @@ class Attention(nn.Module):
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
 
     def unbind(self) -> None:
-        """Let go of the cache, so that its memory can be freed; no step may follow before the next ``bind``."""
+        """Let go of the cache, so that its memory can be freed; no step before the next ``bind``."""
         self.backend = self.k_cache = self.v_cache = None
 
     @property

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from piecewise_ops import ATTEND, FRESH, ROUTE, pw_attend, pw_fresh, pw_route
 from torch import Tensor, fx
 
 from gapless.errors import CompileError, ConfigError, GraphError
 from gapless.graphs.piecewise import split
 from gapless.graphs.piecewise.split import PartKind, check_op_names, split_graph, split_ops_of
+from piecewise_ops import ATTEND, FRESH, ROUTE, pw_attend, pw_fresh, pw_route
 
 PIECE, TRIVIAL, SPLIT = PartKind.PIECE, PartKind.TRIVIAL, PartKind.SPLIT
 ALL = (ATTEND, ROUTE, FRESH)
