@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -230,6 +231,7 @@ def summarize(
             "command": " ".join(["python benchmarks/cpu_generate.py", *sys.argv[1:]]),
             "repeats": arguments.repeats,
             "max_tokens": arguments.max_tokens,
+            "commit": commit(),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "cpu": cpu_name(),
             "cores": num_cores(),
@@ -238,6 +240,13 @@ def summarize(
             "versions": {name: metadata.version(name) for name in ("gapless", "torch", "transformers")},
         },
     }
+
+
+def commit() -> str:
+    """What was measured; ``-dirty`` marks changes that are not committed."""
+    command = ["git", "describe", "--always", "--dirty"]
+    folder = Path(__file__).parent
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder).stdout.strip()
 
 
 @dataclass(frozen=True, kw_only=True)
