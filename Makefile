@@ -31,11 +31,12 @@ endif
 demo: $(READY)
 	$(RUN) -m gapless.cli.main demo --model $(MODEL)
 
+# Tensors in tests are tiny: a second OpenMP thread costs more in waiting than it brings.
 test: $(READY)
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest
 
 unit: $(READY)
-	$(RUN) -m pytest tests/unit
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit
 
 soak: $(READY)
 	GAPLESS_SOAK=1 $(RUN) -m pytest -m soak --timeout 3600 tests
