@@ -228,7 +228,8 @@ def summarize(
         "tokens": [asdict(match) for match in compare_tokens(runs)],
         "eager_steps_of_gapless": num_eager,
         "meta": {
-            "command": " ".join(["python benchmarks/cpu_generate.py", *sys.argv[1:]]),
+            "command": f"python benchmarks/cpu_generate.py --repeats {arguments.repeats} "
+            f"--max-tokens {arguments.max_tokens}",
             "repeats": arguments.repeats,
             "max_tokens": arguments.max_tokens,
             "commit": commit(),
