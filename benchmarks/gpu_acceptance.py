@@ -76,9 +76,10 @@ def metadata() -> dict[str, Any]:
     import torch
     import transformers
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    # A result must say when what ran was not what was committed.
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    described = subprocess.run(git, capture_output=True, text=True, check=False)
+    commit = described.stdout.strip() if described.returncode == 0 else "unknown"
     return {
         "command": " ".join(
             [Path(sys.argv[0]).name, *(a if "/" not in a else Path(a).name for a in sys.argv[1:])]

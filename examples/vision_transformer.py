@@ -22,7 +22,7 @@ def make_model() -> ViTForImageClassification:
         num_attention_heads=4, num_labels=5,
     )  # fmt: skip
     model = ViTForImageClassification(config).eval().requires_grad_(False).to(DEVICE)
-    # SDPA chooses its kernel at run time, and on a GPU not the same one while a stream is capturing.
+    # Attention by name: SDPA picks its kernel at run time, so it need not be the same one under capture.
     model.set_attn_implementation("eager")
     return model
 

@@ -96,7 +96,9 @@ def build_runner(
     """Make the runner. ``config`` has its device defaults; ``loaded`` lies on ``torch_device``.
 
     Raises ``ConfigError`` for contradictions and ``MemoryLimitError`` when the cache or the largest step does
-    not fit. A size that cannot be captured is no error: it stays eager and is in the report.
+    not fit. A size that cannot be captured is no error: it stays eager and is in the report. The exception
+    are the two largest sizes of a phase where the cache is measured (CUDA): without them there is no
+    estimate, and the start ends in a ``CaptureError``.
     """
     return _Build(config, loaded, torch_device, load_s, progress).run()
 

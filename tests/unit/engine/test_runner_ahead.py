@@ -76,7 +76,7 @@ def test_min_tokens_keeps_the_first_token_from_ending_a_choice(opened: OpenedEng
     assert len(llm.generate([1, 3, 5], SamplingParams(**stops))[0].outputs[0].token_ids) == 1
     kept = llm.generate([1, 3, 5], SamplingParams(**stops, min_tokens=2))[0].outputs[0].token_ids
     assert len(kept) >= 2
-    assert first not in kept[:2] or kept[0] != first
+    assert first not in kept[:2]
 
 
 def test_a_nan_row_fails_its_request_while_a_step_is_in_flight(opened: OpenedEngine) -> None:
