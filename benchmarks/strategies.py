@@ -1,8 +1,8 @@
 """Start-up and prefill by strategy, on dummy weights: what each way of capturing prefill costs and gives.
 
-For each strategy, in one process: seconds until ready, capture and tracing seconds, graph memory, and the median
-milliseconds of ``LLM.generate`` with one new token by prompt length. The first strategy of a process also pays
-for compiling kernels.
+For each strategy, in one process: seconds until ready, capture and tracing seconds, graph memory, and the
+median milliseconds of ``LLM.generate`` with one new token by prompt length. The first strategy of a process
+also pays for compiling kernels.
 
 Usage: strategies.py CONFIG_DIR [--strategies full breakable tc_piecewise] [--output FILE]
 The last line is the result as JSON.
