@@ -32,10 +32,10 @@ RANKS = {
     "engine": 4,
     "llm": 5,
     "llm_inputs": 5,
-    "cli": 6,
-    "server": 6,
     "bench": 6,
-    "launch_server": 6,
+    "cli": 7,
+    "server": 7,
+    "launch_server": 7,
 }
 """A part may import its own rank and below. ``gapless/__init__.py`` names everything, lazily."""
 

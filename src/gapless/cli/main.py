@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from gapless.cli.bench import bench
 from gapless.cli.check import check
 from gapless.cli.demo import demo
 from gapless.cli.environment import env
@@ -75,6 +76,7 @@ class _StandardErrorHandler(logging.Handler):
 
 for _command in (generate, demo, inspect, check, env):
     app.command(cls=Command)(expand(_command))
+app.add_typer(bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,6 +20,14 @@ Report = Mapping[str, Any]
 def render_html(report: Report, *, check: Mapping[str, Any] | None = None, title: str | None = None) -> str:
     """The page. ``check``: the JSON of a verification, shown with it."""
     name = title or f"Graphs of {report['plan'].get('callable', 'the engine')}"
+    sections = report_sections(report)
+    if check is not None:
+        sections.append(_section("Verification", _check_table(check)))
+    return render_page(name, "\n".join(sections))
+
+
+def report_sections(report: Report) -> list[str]:
+    """The parts of the page that tell of a report, for other pages that have one."""
     sections = [
         _tiles(report),
         *(_phase_section(report, phase) for phase in _phases(report)),
@@ -28,13 +36,16 @@ def render_html(report: Report, *, check: Mapping[str, Any] | None = None, title
         _section("Failed captures", _failures(report)) if report["failures"] else "",
         _section("Decisions", _decisions(report)),
         _section("Graphs", _ledger(report)),
-        _section("Verification", _check_table(check)) if check is not None else "",
     ]
-    body = "\n".join(section for section in sections if section)
+    return [section for section in sections if section]
+
+
+def render_page(title: str, body: str) -> str:
+    """A page of its own around ``body``, which is HTML already."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{escape(name)}</h1>\n{body}\n</body></html>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
     )
 
 
