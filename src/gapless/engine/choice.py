@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gapless.engine.detokenizer import Detokenizer, TokenizerLike
-from gapless.engine.outputs import CompletionOutput, Logprob
+from gapless.engine.outputs import ChoiceDelta, CompletionOutput, Logprob
 from gapless.engine.request import Sequence
 from gapless.engine.step import TokenLogprob
 from gapless.engine.stop import Finish, StopStrings, finish_of_token
@@ -42,6 +42,10 @@ class Choice:
         self._reads_every_token = self._detokenizer is not None and (streams or bool(params.stop))
         self._num_text_tokens = sequence.num_tokens
         self._has_stop_string = False
+        # What deltas have told already: characters, tokens, and the end.
+        self._num_told_chars = 0
+        self._num_told_tokens = sequence.num_tokens
+        self._has_told_end = False
 
     def accept(self, token_id: int, candidates: Iterable[TokenLogprob] | None) -> Finish | None:
         """Take the token drawn next; say whether the choice ends with it."""
@@ -86,6 +90,36 @@ class Choice:
             stop_reason=sequence.stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             error=sequence.error,
+        )
+
+    def take_delta(self) -> ChoiceDelta | None:
+        """What is new since the last call; None when nothing is. Costs as much as what is new, however long
+        the answer has become."""
+        sequence = self.sequence
+        token_ids = sequence.token_ids[self._num_told_tokens :]
+        visible = self._text.num_visible
+        is_end = sequence.finish_reason is not None and not self._has_told_end
+        if not (token_ids or is_end or visible > self._num_told_chars):
+            return None
+        text = self._text.text[self._num_told_chars : visible]
+        logprobs = None
+        if self._logprobs is not None:
+            num_told = self._num_told_tokens - sequence.num_prompt_tokens
+            logprobs = self._logprobs[num_told : num_told + len(token_ids)]
+        self._num_told_tokens += len(token_ids)
+        self._num_told_chars = visible
+        if not is_end:
+            return ChoiceDelta(sequence.request.request_id, sequence.index, text, token_ids, logprobs)
+        self._has_told_end = True
+        return ChoiceDelta(
+            sequence.request.request_id,
+            sequence.index,
+            text,
+            token_ids,
+            logprobs,
+            sequence.finish_reason,
+            sequence.stop_reason,
+            sequence.error,
         )
 
     def _read(self, *, may_stop: bool) -> str | None:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from gapless.engine.choice import Choice
 from gapless.engine.detokenizer import TokenizerLike
 from gapless.engine.intake import Intake, Prompt
-from gapless.engine.outputs import RequestOutput
+from gapless.engine.outputs import ChoiceDelta, RequestOutput
 from gapless.engine.request import Request, Sequence, distinct_params, make_sequences
 from gapless.engine.scheduler import Scheduler
 from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner, TokenLogprob
@@ -64,6 +64,8 @@ class EngineCore:
         self._choices: dict[Sequence, Choice] = {}
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._changed: dict[str, _Active] = {}  # since the last step returned; a dict for its order
+        self.num_failed_steps = 0
+        """Steps that have failed as a whole, one after the other: a device that has broken fails them all."""
 
     def has_unfinished(self) -> bool:
         """True while a request runs or waits, or an output (of an abort) has not been returned by ``step``
@@ -128,6 +130,16 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Launch the next step and accept what is due; return a snapshot of each request that changed (only
         the last one if it does not stream)."""
+        self._advance()
+        return [active.snapshot() for active in self._collect()]
+
+    def step_deltas(self) -> list[ChoiceDelta]:
+        """``step``, but returns what is new in each choice. One engine is driven by one of the two."""
+        self._advance()
+        return [delta for active in self._collect() for delta in active.take_deltas()]
+
+    def _advance(self) -> None:
+        """Launch the next step and accept what is due."""
         if self._in_flight and self._needs_known_tokens():
             self._finish_steps(most_in_flight=0)
         batch = self._schedule()
@@ -140,7 +152,6 @@ class EngineCore:
         self._finish_steps(most_in_flight=self.runner.max_steps_ahead if batch is not None else 0)
         if not self.scheduler.has_unfinished:
             self._finish_steps(most_in_flight=0)
-        return self._collect()
 
     def _schedule(self) -> ScheduledBatch | None:
         try:
@@ -173,12 +184,13 @@ class EngineCore:
             batch, pending = self._in_flight.popleft()
             try:
                 result = pending.wait()
-                num_sampled = len(batch.sampled_entries)
+                num_sampled = len(batch.sampled_positions)
                 if len(result.token_ids) != num_sampled:
                     raise RuntimeError(
                         f"the runner drew {len(result.token_ids)} tokens for {num_sampled} sequences"
                     )
                 self._accept(batch, result)
+                self.num_failed_steps = 0
             except BaseException as error:
                 self._fail(batch, error)
                 if not isinstance(error, Exception):
@@ -213,6 +225,7 @@ class EngineCore:
             self._mark_changed(sequence)
 
     def _fail(self, batch: ScheduledBatch, error: BaseException) -> None:
+        self.num_failed_steps += 1
         if isinstance(error, Exception):
             logger.error("step %d with %d sequences failed", batch.step_id, batch.num_reqs, exc_info=error)
             message = f"step {batch.step_id} failed: {type(error).__name__}: {error}"
@@ -230,8 +243,9 @@ class EngineCore:
         request_id = sequence.request.request_id
         self._changed[request_id] = self._active[request_id]
 
-    def _collect(self) -> list[RequestOutput]:
-        outputs = []
+    def _collect(self) -> list[_Active]:
+        """The requests that have something to tell."""
+        telling = []
         changed, self._changed = self._changed, {}  # an abort meanwhile belongs to the next step
         for request_id, active in changed.items():
             if self._active.get(request_id) is not active:
@@ -245,8 +259,8 @@ class EngineCore:
             if is_finished:
                 del self._active[request_id]
             if is_finished or active.streams:
-                outputs.append(active.snapshot())
-        return outputs
+                telling.append(active)
+        return telling
 
     def _close(self, choice: Choice) -> None:
         try:
@@ -280,3 +294,6 @@ class _Active:
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[choice.snapshot() for choice in self.choices],
         )
+
+    def take_deltas(self) -> list[ChoiceDelta]:
+        return [delta for choice in self.choices if (delta := choice.take_delta()) is not None]

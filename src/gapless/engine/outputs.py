@@ -1,9 +1,13 @@
-"""What a caller gets back: one ``RequestOutput`` per prompt, one ``CompletionOutput`` per choice."""
+"""What a caller gets back: one ``RequestOutput`` per prompt, one ``CompletionOutput`` per choice, or only
+what is new since the last step as one ``ChoiceDelta`` per choice.
+
+All deltas of a choice, put together, are its last snapshot. Read ``choice.py`` for where both are made.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -44,3 +48,17 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(o.finish_reason is not None for o in self.outputs)
+
+
+class ChoiceDelta(NamedTuple):
+    """What one choice has gained. A named tuple: one is made per running choice and step."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per new token, the drawn one first; None when not asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
