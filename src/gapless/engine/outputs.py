@@ -54,7 +54,7 @@ class ChoiceDelta(NamedTuple):
     """What one choice has gained. A named tuple: one is made per running choice and step."""
 
     request_id: str
-    index: int
+    choice: int
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None

@@ -56,3 +56,7 @@ class EngineClient(Protocol):
 
     @property
     def is_healthy(self) -> bool: ...
+
+    @property
+    def is_draining(self) -> bool:
+        """Shutting down: what runs is finished, new requests are refused. Not healthy any more."""

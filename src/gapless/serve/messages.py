@@ -19,7 +19,7 @@ from gapless.engine.outputs import FinishReason
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     """Generate from ``prompt_token_ids``.
 
-    ``params``: fields of ``SamplingParams`` that are not at their default. ``prompt_logprobs`` k asks for the
+    ``stream`` false: only the last delta of each choice is sent, with all of it. ``params``: fields of ``SamplingParams`` that are not at their default. ``prompt_logprobs`` k asks for the
     log-probabilities of the prompt's own tokens and of the k best beside them. ``grammar`` constrains the
     text.
     """
@@ -27,6 +27,7 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
     request_id: str
     prompt_token_ids: list[int]
     params: dict[str, Any] = {}
+    stream: bool = True
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
