@@ -39,6 +39,11 @@ class CaptureError(GraphError):
     """A capture failed; everything was restored and this size runs eagerly. The message names op and source
     line."""
 
+    def __init__(self, message: str, *, cause: str | None = None) -> None:
+        """``cause`` is one line that is the same for every size that fails for the same reason."""
+        super().__init__(message)
+        self.cause = cause or message.partition("\n")[0]
+
 
 class StaleAddressError(GraphError):
     """A captured graph would read memory whose owner has died or moved since the capture."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
-from gapless.graphs.store import GraphStore
+from gapless.graphs.store import FailedCapture, GraphStore
 from gapless.models.registry import LoadedModel, load_model
 
 Progress = Callable[[str, int, int], None]
@@ -96,9 +96,7 @@ def build_runner(
     """Make the runner. ``config`` has its device defaults; ``loaded`` lies on ``torch_device``.
 
     Raises ``ConfigError`` for contradictions and ``MemoryLimitError`` when the cache or the largest step does
-    not fit. A size that cannot be captured is no error: it stays eager and is in the report. The exception
-    are the two largest sizes of a phase where the cache is measured (CUDA): without them there is no
-    estimate, and the start ends in a ``CaptureError``.
+    not fit. A size that cannot be captured is no error: it stays eager and is in the report.
     """
     return _Build(config, loaded, torch_device, load_s, progress).run()
 
@@ -146,6 +144,8 @@ class _Build:
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
         self._compile(graphs)
         start = time.perf_counter()
+        if estimate is not None:
+            _leave_out(estimate.failures, store, graphs, rows, dispatcher)
         self._capture(store, graphs, rows, dispatcher)
         _check_lookup(store, dispatcher, plan)
         _measure_gaps(graphs, dispatcher)
@@ -285,12 +285,34 @@ class _Build:
 
         with store.capturing():
             for runner, descriptors in work:
-                failed = runner.capture(descriptors, on_done=on_done)
-                if runner.phase in (Phase.PREFILL, Phase.DECODE):
-                    for descriptor in failed:
-                        dispatcher.drop(descriptor, phase=runner.phase)
-                else:
-                    rows.drop(runner, failed)
+                _drop(runner, runner.capture(descriptors, on_done=on_done), rows, dispatcher)
+
+
+def _leave_out(
+    failures: Sequence[FailedCapture],
+    store: GraphStore,
+    graphs: GraphSet,
+    rows: RowGraphs,
+    dispatcher: Dispatcher,
+) -> None:
+    """Take what could not be captured while memory was measured from what is to be captured now.
+
+    Limits may have shrunk since: what is no longer a size is no failure either.
+    """
+    for runner, descriptors in _to_capture(graphs, rows, dispatcher):
+        found = [f for f in failures if f.key.phase is runner.phase and f.key.descriptor in descriptors]
+        store.failures.extend(found)
+        _drop(runner, [failure.key.descriptor for failure in found], rows, dispatcher)
+
+
+def _drop(
+    runner: GraphRunner, failed: list[BatchDescriptor], rows: RowGraphs, dispatcher: Dispatcher
+) -> None:
+    if runner.phase not in (Phase.PREFILL, Phase.DECODE):
+        rows.drop(runner, failed)
+        return
+    for descriptor in failed:
+        dispatcher.drop(descriptor, phase=runner.phase)
 
 
 def _to_capture(

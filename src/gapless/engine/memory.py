@@ -3,8 +3,9 @@
 Guessing what graphs and activations cost fails both ways (out of memory at capture, or no room for the
 cache), so the cost is measured before the cache is made: with a cache of one block, the largest and the
 second size of each phase are warmed up and captured in a throwaway store, the rest is extrapolated, and
-everything is released again. Pool memory is that of the largest sizes, since smaller graphs live inside it;
-driver memory grows with every graph. The estimate and what the real captures took are both in the report.
+everything is released again. A size that cannot be captured stays eager, and the next smaller one is measured
+instead. Pool memory is that of the largest sizes, since smaller graphs live inside it; driver memory grows
+with every graph. The estimate and what the real captures took are both in the report.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
-from gapless.errors import CaptureError, MemoryLimitError
+from gapless.errors import MemoryLimitError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.runner import GraphRunner
-from gapless.graphs.store import GraphStore
+from gapless.graphs.store import FailedCapture, GraphStore
 
 _MARGIN = 1.1
 """The estimate extrapolates from two sizes; fragmentation and library workspaces come on top."""
@@ -33,6 +34,8 @@ class MemoryEstimate:
     driver_bytes: int
     activation_bytes: int
     static_bytes: int
+    failures: tuple[FailedCapture, ...] = ()
+    """Sizes whose capture failed while measuring: they are not tried again."""
 
     @property
     def total_bytes(self) -> int:
@@ -66,7 +69,8 @@ def measure(
 ) -> MemoryEstimate:
     """Capture the two largest sizes of each runner in a throwaway store and extrapolate (CUDA only).
 
-    Raises ``MemoryLimitError`` when not even these can be captured for lack of memory.
+    Sizes that cannot be captured are passed over and returned as ``failures``. Raises ``MemoryLimitError``
+    when the largest step does not even run eagerly for lack of memory.
     """
     _empty_caches(device)
     free_before = device.memory().free_bytes
@@ -94,6 +98,7 @@ def measure(
         driver_bytes=driver_bytes,
         activation_bytes=activation_bytes,
         static_bytes=static_bytes,
+        failures=tuple(store.failures),
     )
 
 
@@ -126,12 +131,17 @@ def _capture_largest(
 ) -> list[tuple[int, int, int]]:
     samples: list[tuple[int, int, int]] = []
     for runner, descriptors in runners:
-        largest = sorted(descriptors, reverse=True)[:2]
-        if runner.capture(largest):
-            raise CaptureError(store.failures[-1].message)
-        rows = store.ledger[len(samples) :]
-        for row, count in zip(rows, (1, max(len(descriptors) - 1, 0)), strict=False):
-            samples.append((row.pool_bytes, row.driver_bytes, count))
+        num_left = len(descriptors)
+        num_before = len(samples)
+        for descriptor in sorted(descriptors, reverse=True):
+            num_left -= 1
+            if runner.capture([descriptor]):
+                continue
+            row = store.ledger[-1]
+            if len(samples) > num_before:  # the second one stands for itself and all smaller ones
+                samples.append((row.pool_bytes, row.driver_bytes, num_left + 1))
+                break
+            samples.append((row.pool_bytes, row.driver_bytes, 1))
     return samples
 
 

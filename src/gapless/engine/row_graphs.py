@@ -40,7 +40,8 @@ class RowGraphs:
 
     def descriptors(self, runner: GraphRunner) -> list[BatchDescriptor]:
         """What ``runner`` is to capture."""
-        return [_descriptor(rows) for rows in self._sizes_of(runner)]
+        sizes = self._sizes_of(runner)
+        return [_descriptor(rows) for rows in sizes if (runner.phase, rows) not in self._failed]
 
     def drop(self, runner: GraphRunner, failed: list[BatchDescriptor]) -> None:
         """Sizes whose capture failed are never looked up again; the next larger one may serve."""

@@ -57,7 +57,7 @@ def capture_program(
             torch.set_rng_state(random_state)
             if not isinstance(error, Exception):  # KeyboardInterrupt and the like pass through
                 raise
-            failure = CaptureError(_describe(error, recorder, device))
+            failure = _failure(error, recorder, device)
             # The traceback's frames own the forward's tensors: pool memory would live as long as the error.
             _clear_frames(error)
             raise failure from error
@@ -120,15 +120,17 @@ def _nested() -> Iterator[None]:
         _depth.value -= 1
 
 
-def _describe(error: Exception, recorder: ProgramRecorder, device: GraphDevice) -> str:
+def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice) -> CaptureError:
     last_op = device.last_op or "unknown"
     reason = str(error) or type(error).__name__
     if not isinstance(error, CaptureError):
         reason = f"{type(error).__name__}: {reason}"
     hints = "; ".join(f"({i}) {hint}" for i, hint in enumerate(_HINTS, 1))
-    return (
+    line = _user_line(error)
+    return CaptureError(
         f"capture failed in segment {recorder.segment_index}: {reason}\n"
-        f"  last recorded op: {last_op}\n  source line: {_user_line(error)}\n  usual causes: {hints}"
+        f"  last recorded op: {last_op}\n  source line: {line}\n  usual causes: {hints}",
+        cause=f"{' '.join(reason.split())} ({line})",
     )
 
 

@@ -119,8 +119,8 @@ class GraphRunner:
                 self._capture_one(descriptor)
             except CaptureError as error:
                 failed.append(descriptor)
-                self.store.record_failure(self._key(descriptor), error)
-                logger.warning("%s size %s stays eager: %s", self.phase, descriptor, error)
+                failure = self.store.record_failure(self._key(descriptor), error)
+                logger.warning("%s size %s stays eager: %s", self.phase, descriptor, failure.message)
             if on_done is not None:
                 on_done(descriptor)
         return failed

@@ -174,6 +174,8 @@ class GraphEntry:
 class FailedCapture:
     key: GraphKey
     message: str
+    cause: str
+    """One line, equal for sizes that failed for the same reason."""
 
 
 class GraphStore:
@@ -269,8 +271,14 @@ class GraphStore:
         grown = max(0, after.pool_bytes - before.pool_bytes)
         return max(0, before.free_bytes - after.free_bytes - grown)
 
-    def record_failure(self, key: GraphKey, error: CaptureError) -> None:
-        self.failures.append(FailedCapture(key, str(error)))
+    def record_failure(self, key: GraphKey, error: CaptureError) -> FailedCapture:
+        """Note a size that stays eager. The message is one line where the phase has a failure with the same
+        cause: that one has the hints."""
+        same = [f for f in self.failures if f.key.phase is key.phase and f.cause == error.cause]
+        message = f"as size {same[0].key.descriptor.num_tokens}: {error.cause}" if same else str(error)
+        failure = FailedCapture(key, message, error.cause)
+        self.failures.append(failure)
+        return failure
 
     def get(self, key: GraphKey) -> GraphEntry | None:
         return self._entries.get(key)

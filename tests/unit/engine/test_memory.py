@@ -12,7 +12,7 @@ import torch
 
 from gapless.engine import memory
 from gapless.engine.memory import MemoryEstimate, extrapolate, measure, num_blocks_on_gpu, report_of
-from gapless.errors import CaptureError, MemoryLimitError
+from gapless.errors import MemoryLimitError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device.base import MemoryReading
 
@@ -68,14 +68,16 @@ class FakeRunner:
     def capture(self, descriptors: list[BatchDescriptor]) -> list[BatchDescriptor]:
         if self.error is not None:
             raise self.error
+        failed = []
         for descriptor in descriptors:
             if descriptor.num_tokens not in self.costs:
                 self.store.failures.append(SimpleNamespace(message=f"no {descriptor.num_tokens}"))
-                return [descriptor]
+                failed.append(descriptor)
+                continue
             pool_bytes, driver_bytes = self.costs[descriptor.num_tokens]
             self.captured.append(descriptor.num_tokens)
             self.store.ledger.append(SimpleNamespace(pool_bytes=pool_bytes, driver_bytes=driver_bytes))
-        return []
+        return failed
 
 
 def sizes(*num_tokens: int) -> list[BatchDescriptor]:
@@ -135,10 +137,30 @@ def test_the_two_largest_sizes_of_each_runner_are_captured_and_everything_is_rel
     assert device.events[-3:] == ["release", "synchronize", "empty"]
 
 
-def test_a_failed_measurement_is_released_too(gpu):
+@pytest.mark.parametrize(
+    ("captured", "failed", "driver_bytes"),
+    [
+        ([32, 16], [64], 10 + 3 * 3),  # 16 stands for itself, 8 and 4
+        ([64, 16], [32], 10 + 3 * 3),
+        ([16, 8], [64, 32], 10 + 3 * 2),
+        ([64], [32, 16, 8, 4], 10),
+        ([], [64, 32, 16, 8, 4], 0),
+    ],
+)
+def test_sizes_that_cannot_be_captured_are_passed_over_and_named(gpu, captured, failed, driver_bytes):
+    costs = dict(zip(captured, [(1000, 10), (5, 3)], strict=False))
     device = gpu()
-    with pytest.raises(CaptureError, match="no 32"):
-        measure(device, lambda store: [(FakeRunner(store, {64: (0, 0)}), sizes(64, 32))])
+    second = []
+
+    def make(store: FakeStore) -> list[tuple[FakeRunner, list[BatchDescriptor]]]:
+        second.append(FakeRunner(store, {2: (7, 1), 1: (7, 1)}))
+        return [(FakeRunner(store, costs), sizes(64, 32, 16, 8, 4)), (second[0], sizes(1, 2))]
+
+    found = measure(device, make)
+    assert [failure.message for failure in found.failures] == [f"no {size}" for size in failed]
+    assert found.driver_bytes == driver_bytes + 2
+    assert found.pool_bytes == sum(pool for pool, _ in costs.values()) + 14
+    assert second[0].captured == [2, 1]  # the next phase is measured all the same
     assert "release" in device.events
 
 
