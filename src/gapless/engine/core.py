@@ -86,8 +86,9 @@ class EngineCore:
         params = SamplingParams() if params is None else params
         return self.intake.make_request(request_id, prompt, params, prompt_text=prompt_text)
 
-    def add(self, request: Request, *, streams: bool = True) -> None:
-        """Queue a prepared request. ``streams`` false: only its last output is returned (cheaper)."""
+    def add(self, request: Request, *, streams: bool = True) -> list[Sequence]:
+        """Queue a prepared request; returns one sequence per choice. ``streams`` false: only its last output
+        is returned (cheaper)."""
         if request.request_id in self._active:
             raise RequestError(
                 f"request_id={request.request_id!r} is already in use; wait until it has finished"
@@ -102,6 +103,7 @@ class EngineCore:
         for choice in choices:
             self._choices[choice.sequence] = choice
             self.scheduler.add(choice.sequence)
+        return sequences
 
     def add_request(
         self,
@@ -126,6 +128,11 @@ class EngineCore:
             self.scheduler.finish(choice.sequence, reason="abort")
         self._changed[request_id] = active
         return True
+
+    def abort_all(self) -> None:
+        """``abort_request`` for everything that runs or waits."""
+        for request_id in list(self._active):
+            self.abort_request(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step and accept what is due; return a snapshot of each request that changed (only
