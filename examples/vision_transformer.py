@@ -1,14 +1,20 @@
 """A Transformers ViT that classifies batches of any number of images, as one graph per batch size.
 
-The model is Transformers' own, with random weights; it returns a dataclass, and so does the graph. Run it:
-``python examples/vision_transformer.py``; check it: ``gapless check examples/vision_transformer.py:make``.
+The model is Transformers' own, with random weights; it returns a dataclass, and so does the graph. Its
+attention is registered by name, because Transformers asks whether a CUDA graph is being captured: while it
+is, full attention gets a mask of ones that it does not get otherwise, and SDPA picks another kernel.
+Run it: ``python examples/vision_transformer.py``; check it: ``gapless check
+examples/vision_transformer.py:make``.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import ViTConfig, ViTForImageClassification
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, ViTConfig, ViTForImageClassification
 
 from gapless import Input, graphed
 
@@ -22,9 +28,18 @@ def make_model() -> ViTForImageClassification:
         num_attention_heads=4, num_labels=5,
     )  # fmt: skip
     model = ViTForImageClassification(config).eval().requires_grad_(False).to(DEVICE)
-    # Attention by name: SDPA picks its kernel at run time, so it need not be the same one under capture.
-    model.set_attn_implementation("eager")
+    AttentionInterface.register("full_attention", full_attention)  # masks are made for known names only
+    model.set_attn_implementation("full_attention")
     return model
+
+
+def full_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """What Transformers calls: ``[B, H, T, D]`` in, ``[B, T, H, D]`` out, every token attending to all."""
+    assert mask is None
+    attended = scaled_dot_product_attention(query, key, value, scale=options.get("scaling"))
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def make_images(count: int) -> Tensor:

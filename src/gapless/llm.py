@@ -51,7 +51,9 @@ class LLM:
     """A model ready to generate.
 
     ``model`` is a Hugging Face folder, a GGUF file, ``"smollm2"``, or a config folder with
-    ``load_format="dummy"``. An option left at None takes the default that ``EngineConfig`` documents.
+    ``load_format="dummy"``. An option that is None counts as not given: the ``config`` file, then the
+    environment, then the default that ``EngineConfig`` documents. Any other value wins over the file, also
+    when it equals the default.
     ``progress`` is called while weights load and graphs are captured. Raises ``ConfigError``, ``ModelError``
     or ``MemoryLimitError``.
     """
@@ -61,19 +63,19 @@ class LLM:
         model: str | None = None,
         *,
         config: str | os.PathLike[str] | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        load_format: str = "auto",
-        seed: int = 0,
+        dtype: str | None = None,
+        device: str | None = None,
+        load_format: str | None = None,
+        seed: int | None = None,
         max_model_len: int | None = None,
         max_running_requests: int | None = None,
         chunked_prefill_size: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_cache_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         max_total_tokens: int | None = None,
-        attention_backend: str = "auto",
-        enforce_eager: bool = False,
+        attention_backend: str | None = None,
+        enforce_eager: bool | None = None,
         compilation_config: Mapping[str, Any] | None = None,
         cuda_graph_backend_prefill: str | None = None,
         cuda_graph_backend_decode: str | None = None,
@@ -87,9 +89,7 @@ class LLM:
     ) -> None:
         _refuse_unknown(unknown)
         arguments = locals()
-        options = {
-            name: arguments[name] for name, default in _OPTIONS.items() if arguments[name] is not default
-        }
+        options = {name: arguments[name] for name in _OPTIONS if arguments[name] is not None}
         opened = _open(options, config, progress)
         self._start(
             opened.runner,
@@ -325,12 +325,12 @@ class _Call:
     inbox: deque[RequestOutput] = field(default_factory=deque)
 
 
-_OPTIONS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(LLM.__init__).parameters.items()
+_OPTIONS = tuple(
+    name
+    for name in inspect.signature(LLM.__init__).parameters
     if name not in ("self", "config", "progress", "unknown")
-}
-"""Options of ``EngineConfig`` and their defaults here; one left at its default counts as not given."""
+)
+"""Options that go to ``EngineConfig``."""
 
 
 def _open(

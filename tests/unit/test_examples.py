@@ -50,6 +50,28 @@ def test_example_equals_eager_and_replays(name: str) -> None:
     assert reasons <= {"padded_eager", "larger_than_largest"}
 
 
+def test_the_vit_runs_the_same_attention_while_a_cuda_graph_is_captured(monkeypatch) -> None:
+    """Transformers makes a mask of ones then, for which SDPA would pick another kernel: other last bits."""
+    import torch
+    from transformers.utils import import_utils
+
+    example = load("vision_transformer")
+    model, images = example.make_model(), example.make_images(3)
+    masks = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attend(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(example, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    with torch.no_grad():
+        model(images)
+    assert masks == [None, None]  # one per layer
+
+
 def test_python_of_the_guide_runs_from_top_to_bottom() -> None:
     guide = (EXAMPLES.parent / "docs" / "graphs.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.+?)```", guide, flags=re.DOTALL)

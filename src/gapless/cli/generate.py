@@ -52,6 +52,11 @@ def generate(
         if chat and not has_chat_template(llm):
             raise ConfigError("--chat: this model has no chat template; use --raw")
         if llm.tokenizer is None:
+            if params.stop:
+                raise ConfigError(
+                    f"--stop {params.stop[0]!r}: this model has no tokenizer, so its answers are token ids "
+                    "without text to search; leave --stop out, or give a model folder with a tokenizer"
+                )
             print("this model has no tokenizer: answers are token ids", file=sys.stderr)
             params = dataclasses.replace(params, detokenize=False)
         use_chat = has_chat_template(llm) if chat is None else chat

@@ -66,6 +66,7 @@ class FakeLLM:
 
     made: list[FakeLLM] = []
     has_template = True
+    has_tokenizer = True
     eager_differs_at: int | None = None
     error: Exception | None = None
 
@@ -73,7 +74,8 @@ class FakeLLM:
         if self.error is not None:
             raise self.error
         self.options = options
-        self.tokenizer = SimpleNamespace(chat_template="{{ messages }}" if self.has_template else None)
+        template = "{{ messages }}" if self.has_template else None
+        self.tokenizer = SimpleNamespace(chat_template=template) if self.has_tokenizer else None
         self.prompts, self.params = [], None
         self.is_shut_down = self.is_eager = False
         self.num_resets = 0

@@ -120,6 +120,16 @@ def test_model_without_template_gets_raw_prompts_and_refuses_chat(run, monkeypat
     assert FakeLLM.made[1].is_shut_down
 
 
+def test_stop_strings_need_a_tokenizer_and_the_error_says_so(run, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "has_tokenizer", False)
+    code, out, err = run("--prompt", "hello", "--stop", "END")
+    assert (code, out) == (2, "")
+    assert "--stop 'END'" in err
+    assert "no tokenizer" in err
+    assert "detokenize" not in err  # what the command line has no flag for
+    assert FakeLLM.made[0].is_shut_down
+
+
 def test_defaults_are_greedy_and_128_tokens(run):
     run("--prompt", "x")
     params = FakeLLM.made[0].params

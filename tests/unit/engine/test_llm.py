@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -333,6 +334,38 @@ class TestOptions:
         (config,) = seen
         assert (config.model, config.max_model_len, config.block_size) == ("from-file", 128, 32)
         assert config.graphs.decode_sizes == (1, 2)
+
+    @pytest.mark.parametrize(
+        ("option", "default", "in_file"),
+        [
+            ("dtype", "auto", "float32"),
+            ("device", "auto", "cpu"),
+            ("load_format", "auto", "dummy"),
+            ("seed", 0, 5),
+            ("block_size", 16, 32),
+            ("gpu_memory_utilization", 0.9, 0.5),
+            ("attention_backend", "auto", "torch_reference"),
+            ("enforce_eager", False, True),
+        ],
+    )
+    def test_a_value_that_was_passed_wins_over_the_file_though_it_is_the_default(
+        self, tmp_path, monkeypatch, option, default, in_file
+    ):
+        import gapless.engine.build as build
+
+        seen = []
+
+        def open_engine(config, progress):
+            seen.append(getattr(config, option))
+            raise ConfigError("stop here")
+
+        monkeypatch.setattr(build, "open_engine", open_engine)
+        path = tmp_path / "gapless.toml"
+        path.write_text(f"{option} = {json.dumps(in_file)}\n")
+        for given in ({option: default}, {}, {option: None}):
+            with pytest.raises(ConfigError, match="stop here"):
+                LLM("m", config=path, **given)
+        assert seen == [default, in_file, in_file]
 
 
 class TestPackage:
