@@ -19,9 +19,9 @@ from gapless.engine.outputs import FinishReason
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     """Generate from ``prompt_token_ids``.
 
-    ``stream`` false: only the last delta of each choice is sent, with all of it. ``params``: fields of ``SamplingParams`` that are not at their default. ``prompt_logprobs`` k asks for the
-    log-probabilities of the prompt's own tokens and of the k best beside them. ``grammar`` constrains the
-    text.
+    ``params``: fields of ``SamplingParams`` that are not at their default. ``stream`` false: only the last
+    delta of each choice is sent, with all of it. ``prompt_logprobs`` k asks for the log-probabilities of the
+    prompt's own tokens and of the k best beside them. ``grammar`` constrains the text.
     """
 
     request_id: str

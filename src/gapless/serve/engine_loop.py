@@ -1,0 +1,215 @@
+"""The loop around the engine: messages in, steps, deltas out.
+
+It never waits for a message while there is work, and waits for nothing else when there is none, so an idle
+engine costs nothing and a busy one looks at its inbox once per step: an abort frees its blocks before the
+next step. Invariants: every request that came in gets its last delta, or one ``Refused``; whatever goes wrong
+with one request is told to that request; an error of the loop itself leaves ``run``, for the process to
+report. Read ``engine_process.py`` for what surrounds it, ``engine/core.py`` for a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from gapless.engine.core import EngineCore
+from gapless.engine.outputs import ChoiceDelta, Logprob
+from gapless.engine.request import Sequence as RequestSequence
+from gapless.engine.request import SequenceState
+from gapless.errors import GaplessError, RequestError
+from gapless.graphs.report import StepLog
+from gapless.sampling.params import SamplingParams
+from gapless.serve.messages import (
+    AbortRequest,
+    Answer,
+    Delta,
+    Embedding,
+    EmbedRequest,
+    FromEngine,
+    GenerateRequest,
+    Heartbeat,
+    Query,
+    Refused,
+    Shutdown,
+    StepOutput,
+    ToEngine,
+    TokenLogprob,
+)
+from gapless.serve.stats import EngineCounters, EngineStats, collect_stats
+
+HEARTBEAT_S = 1.0
+MAX_FAILED_STEPS = 8
+"""After so many steps in a row that failed as a whole the device is taken for broken (a CUDA error stays)."""
+
+Embed = Callable[[Sequence[int]], list[float]]
+
+logger = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self, timeout_s: float) -> list[ToEngine]:
+        """Everything that has arrived; when that is nothing, whatever arrives first within ``timeout_s``."""
+
+    def send(self, message: FromEngine) -> None:
+        """Never blocks."""
+
+
+class EngineLoop:
+    """Drives ``core`` from messages until it is told to shut down."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        channel: Channel,
+        *,
+        report: Callable[[], dict[str, Any]],
+        log: StepLog | None = None,
+        embed: Embed | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core, self._channel = core, channel
+        self._report, self._log, self._embed = report, log, embed
+        self._heartbeat_s, self._clock = heartbeat_s, clock
+        self._counters = EngineCounters()
+        self._queue: deque[tuple[RequestSequence, float]] = deque()  # not in a step yet, and since when
+        started = report()
+        self._capture = {**started.get("memory", {}), "num_graphs": len(started.get("graphs", ()))}
+        self._start_s = clock()
+        self._next_beat_s = self._start_s
+        self._deadline_s: float | None = None  # of the shutdown, once there is one
+
+    def run(self) -> None:
+        """Until ``Shutdown`` has been received and its work is done. Raises what the engine's own code
+        raises."""
+        while self._deadline_s is None or self._core.has_unfinished():
+            self._beat()
+            for message in self._channel.receive(self._wait_s()):
+                self._handle(message)
+            if self._deadline_s is not None and self._clock() >= self._deadline_s:
+                self._core.abort_all()
+            if self._core.has_unfinished():
+                self._step()
+
+    def stats(self) -> EngineStats:
+        return collect_stats(
+            self._core,
+            self._counters,
+            log=self._log,
+            capture=self._capture,
+            uptime_s=self._clock() - self._start_s,
+        )
+
+    def _wait_s(self) -> float:
+        if self._core.has_unfinished():
+            return 0.0
+        return max(0.0, self._next_beat_s - self._clock())
+
+    def _beat(self) -> None:
+        now = self._clock()
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + self._heartbeat_s
+            self._channel.send(Heartbeat(dict(self.stats())))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case GenerateRequest():
+                self._start_request(message)
+            case AbortRequest():
+                self._core.abort_request(message.request_id)
+            case EmbedRequest():
+                self._channel.send(self._embedded(message))
+            case Query():
+                value = self._report() if message.what == "report" else dict(self.stats())
+                self._channel.send(Answer(message.query_id, value))
+            case Shutdown():
+                self._deadline_s = self._clock() + message.drain_s
+
+    def _start_request(self, message: GenerateRequest) -> None:
+        try:
+            params = _sampling_params(message.params)
+            request = self._core.prepare(message.request_id, message.prompt_token_ids, params)
+            if message.grammar is not None:
+                raise RequestError("this engine cannot constrain its output to a grammar")
+            if message.prompt_logprobs is not None:
+                raise RequestError("this engine does not compute log-probabilities of the prompt")
+            sequences = self._core.add(request, streams=message.stream)
+        except RequestError as error:
+            self._counters.requests_refused += 1
+            self._channel.send(Refused(message.request_id, str(error)))
+            return
+        self._counters.prompt_tokens += len(request.prompt_token_ids)
+        self._queue.append((sequences[0], self._clock()))
+
+    def _embedded(self, message: EmbedRequest) -> Embedding | Refused:
+        if self._embed is None:
+            return Refused(message.request_id, "this engine makes no embeddings")
+        try:
+            values = self._embed(message.prompt_token_ids)
+        except RequestError as error:
+            self._counters.requests_refused += 1
+            return Refused(message.request_id, str(error))
+        except Exception as error:
+            logger.error("embedding %s failed", message.request_id, exc_info=error)
+            return Embedding(message.request_id, [], f"{type(error).__name__}: {error}")
+        self._counters.prompt_tokens += len(message.prompt_token_ids)
+        return Embedding(message.request_id, values)
+
+    def _step(self) -> None:
+        start = self._clock()
+        new = self._core.step_deltas()
+        self._counters.step_time_s.observe(self._clock() - start)
+        self._counters.num_steps += 1
+        if self._queue:
+            self._observe_queue(start)
+        if new:
+            self._channel.send(StepOutput([self._delta(delta) for delta in new]))
+        if self._core.num_failed_steps >= MAX_FAILED_STEPS:
+            raise GaplessError(
+                f"{self._core.num_failed_steps} steps in a row have failed, the device seems to be broken; "
+                "see the log for the first of them"
+            )
+
+    def _observe_queue(self, start: float) -> None:
+        """Requests enter steps in the order of their arrival."""
+        while self._queue:
+            sequence, arrived = self._queue[0]
+            if sequence.state is SequenceState.WAITING and sequence.last_step_id < 0:
+                return
+            self._queue.popleft()
+            if sequence.last_step_id >= 0:
+                self._counters.queue_time_s.observe(start - arrived)
+
+    def _delta(self, new: ChoiceDelta) -> Delta:
+        self._counters.generation_tokens += len(new.token_ids)
+        if new.finish_reason is not None:
+            self._counters.requests_finished[new.finish_reason] += 1
+        logprobs = None if new.logprobs is None else [_token_logprobs(step) for step in new.logprobs]
+        return Delta(
+            new.request_id,
+            new.choice,
+            new.text,
+            new.token_ids,
+            logprobs,
+            new.finish_reason,
+            new.stop_reason,
+            new.error,
+        )
+
+
+def _sampling_params(fields: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**fields)
+    except TypeError as error:
+        raise RequestError(f"sampling parameters: {error}") from None
+
+
+def _token_logprobs(step: dict[int, Logprob]) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(token, entry.logprob, entry.rank, entry.decoded_token) for token, entry in step.items()
+    ]
