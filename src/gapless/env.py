@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gapless.errors import ConfigError
 
@@ -40,6 +41,10 @@ class Env:
     """``GAPLESS_VIT_ENABLE_CUDA_GRAPH``: graphs for the vision encoder."""
     soak: bool = False
     """``GAPLESS_SOAK``: run the long random tests too."""
+    tune_linear: bool = False
+    """``GAPLESS_TUNE_LINEAR``: time matrix products of a few tokens on this GPU and keep the result."""
+    cache_dir: Path | None = None
+    """``GAPLESS_CACHE_DIR``: where timings are kept. None: ``~/.cache/gapless``."""
     triton_interpret: bool = False
     """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
 
@@ -52,6 +57,8 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         force_graphs=_bool(values, "GAPLESS_FORCE_GRAPHS"),
         vit_enable_cuda_graph=_bool(values, "GAPLESS_VIT_ENABLE_CUDA_GRAPH"),
         soak=_bool(values, "GAPLESS_SOAK"),
+        tune_linear=_bool(values, "GAPLESS_TUNE_LINEAR"),
+        cache_dir=_path(values, "GAPLESS_CACHE_DIR"),
         triton_interpret=_bool(values, "TRITON_INTERPRET"),
     )
 
@@ -68,3 +75,8 @@ def _bool(values: Mapping[str, str], name: str) -> bool:
     if text and text.lower() not in _BOOLS:
         raise ConfigError(f"{name}={text}: must be 1 or 0 (also true/false, yes/no, on/off)")
     return _BOOLS.get(text.lower(), False)
+
+
+def _path(values: Mapping[str, str], name: str) -> Path | None:
+    text = values.get(name, "").strip()
+    return Path(text).expanduser() if text else None

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -442,6 +443,7 @@ def test_an_empty_environment_gives_the_defaults():
         ("GAPLESS_FORCE_GRAPHS", "force_graphs"),
         ("GAPLESS_VIT_ENABLE_CUDA_GRAPH", "vit_enable_cuda_graph"),
         ("GAPLESS_SOAK", "soak"),
+        ("GAPLESS_TUNE_LINEAR", "tune_linear"),
         ("TRITON_INTERPRET", "triton_interpret"),
     ],
 )
@@ -479,6 +481,12 @@ def test_logging_levels_are_read_in_any_case(level):
 def test_a_value_that_cannot_be_read_is_an_error_naming_the_variable(name, text):
     with pytest.raises(ConfigError, match=f"{name}={text}: must be"):
         read_env({name: text})
+
+
+def test_the_cache_folder_is_read_from_the_environment(tmp_path):
+    assert read_env({"GAPLESS_CACHE_DIR": str(tmp_path)}).cache_dir == tmp_path
+    assert read_env({"GAPLESS_CACHE_DIR": "~/x"}).cache_dir == Path.home() / "x"
+    assert read_env({"GAPLESS_CACHE_DIR": " "}).cache_dir is None
 
 
 def test_the_process_environment_is_the_default(monkeypatch):

@@ -21,7 +21,7 @@ from gapless.attention.base import Attention
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
-from gapless.models.fused import fused_hidden_states, fused_layers
+from gapless.models.fused import fused_hidden_states, fused_layers, fused_linear
 from gapless.models.layers import (
     HeadNorm,
     Linear,
@@ -107,6 +107,8 @@ class Decoder(nn.Module):
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` in the model's dtype, for a caller that widens them itself."""
+        if self.has_fused_kernels:
+            return fused_linear(self.lm_head, hidden_RE)
         return self.lm_head(hidden_RE)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from gapless.graphs.context import get_forward_context
 from gapless.kernels.activation import fused_silu_mul
+from gapless.kernels.linear import gate_up_silu, small_linear
 from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 
 if TYPE_CHECKING:
     from gapless.models.decoder import Decoder, DecoderAttention
-    from gapless.models.layers import RMSNorm
+    from gapless.models.layers import Linear, RMSNorm
 
 
 def fused_layers(model: Decoder, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
@@ -43,13 +44,20 @@ def fused_hidden_states(
     return _run_layers(model, hidden_TE, normed_TE, positions_T)
 
 
+def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
+    """``linear(hidden)`` by the kernel that is best for so many tokens."""
+    if linear.weight is None:
+        return linear(hidden_TI)
+    return small_linear(hidden_TI, linear.weight, linear.bias)
+
+
 def _run_layers(model: Decoder, residual_TE: Tensor, normed_TE: Tensor, positions_T: Tensor) -> Tensor:
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
     for block, norm_after in zip(model.blocks, norms_after, strict=True):
         attended_THD = _attention(block.attention, normed_TE, model.rope_P2F, positions_T)
-        update_TE = block.attention.out(attended_THD.flatten(1))
+        update_TE = fused_linear(block.attention.out, attended_THD.flatten(1))
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
-        update_TE = block.mlp.down(fused_silu_mul(block.mlp.gate_up(normed_TE)))
+        update_TE = fused_linear(block.mlp.down, _activated(block.mlp.gate_up, normed_TE))
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
     return normed_TE
 
@@ -57,7 +65,7 @@ def _run_layers(model: Decoder, residual_TE: Tensor, normed_TE: Tensor, position
 def _attention(
     attention: DecoderAttention, hidden_TE: Tensor, rope_P2F: Tensor, positions_T: Tensor
 ) -> Tensor:
-    qkv_TC, norm = attention.qkv(hidden_TE), attention.head_norm
+    qkv_TC, norm = fused_linear(attention.qkv, hidden_TE), attention.head_norm
     weight_HD, eps = (None, 0.0) if norm is None else (norm.weight_HD, norm.eps)
     if torch.compiler.is_compiling():
         # Traced code must not hold the slots of the step it was traced in: its attention operator writes.
@@ -71,6 +79,12 @@ def _attention(
         qkv_TC, weight_HD, eps, rope_P2F, positions_T, slot_mapping_T, *attention.core.caches
     )
     return attention.core(query_THD)
+
+
+def _activated(gate_up: Linear, hidden_TE: Tensor) -> Tensor:
+    if gate_up.weight is None:
+        return fused_silu_mul(gate_up(hidden_TE))
+    return gate_up_silu(hidden_TE, gate_up.weight, gate_up.bias)
 
 
 def _add_and_norm(update_TE: Tensor, residual_TE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Without a GPU the fused kernels run under Triton's interpreter, chosen before they are imported.
 
 The interpreter of Triton 3.6 cuts bfloat16 results off instead of rounding them to nearest even, as the
-hardware and PyTorch do; that is mended here.
+hardware and PyTorch do, and multiplies tiles of bfloat16 by their bit patterns; both are mended here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ if not torch.cuda.is_available():
             return interpreter.TensorHandle(widened, tl.float32)
         return _cast(self, src, dst_type)
 
+    _dot = interpreter.InterpreterBuilder.create_dot
+
+    def _dot_widening(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        left, right = (
+            _cast_rounding(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        )
+        return _dot(self, left, right, *rest)
+
     interpreter.InterpreterBuilder.cast_impl = _cast_rounding
+    interpreter.InterpreterBuilder.create_dot = _dot_widening
 
 
 @pytest.fixture

@@ -1,0 +1,201 @@
+"""Which kernel multiplies: tiles of ours, or cuBLAS, for every shape of a product with few tokens.
+
+A choice depends on the shape alone and never changes once asked for: a graph captured at start-up and the
+eager run it must equal bit for bit have to agree. It comes from timings of this very GPU if
+``linear_tuner.py`` has stored some, else from ``default_tiles``, a rule made from timings on an H200. The
+store is a file of JSON; its name holds the GPU, the versions of torch and Triton and the text of the kernels,
+so timings of anything else are never read. ``None`` in place of tiles means cuBLAS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless.env import read_env
+from gapless.kernels.select import has_early_launch, next_power_of_2
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 64
+"""With more tokens the tensor cores are busy enough for cuBLAS to be the better choice everywhere."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """The shape of a product; ``num_tokens`` is a bucket (see ``token_bucket``)."""
+
+    num_tokens: int
+    num_in: int
+    num_out: int
+    """Output features; with ``is_gated`` the weights have twice as many rows."""
+    is_gated: bool
+    dtype: torch.dtype
+
+    @property
+    def num_rows(self) -> int:
+        return 2 * self.num_out if self.is_gated else self.num_out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How a kernel of ``linear_jit.py`` cuts the weights up; its arguments are explained there."""
+
+    on_tensor_cores: bool
+    block_o: int
+    block_i: int
+    split: int = 1
+    num_early: int
+    prefetch: int = 0
+    num_warps: int
+    num_stages: int = 3
+
+
+def token_bucket(num_tokens: int) -> int:
+    """Calls with up to this many tokens share a choice."""
+    return next_power_of_2(max(num_tokens, 1))
+
+
+def choose(product: Product, device: torch.device) -> Tiles | None:
+    """The tiles for ``product`` on ``device``, or None for cuBLAS."""
+    stored = _stored_choices(device)
+    return stored[product] if product in stored else built_in_choice(product, device)
+
+
+def built_in_choice(product: Product, device: torch.device) -> Tiles | None:
+    """What is chosen without timings. The rule was made on a Hopper GPU and speaks for those alone."""
+    is_hopper = device.type == "cuda" and has_early_launch(device)
+    return default_tiles(product) if is_hopper else None
+
+
+def default_tiles(product: Product) -> Tiles | None:
+    """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
+    if product.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if product.num_tokens == 1:
+        block_i = min(1024, next_power_of_2(product.num_in))
+        return Tiles(
+            on_tensor_cores=False,
+            block_o=4,
+            block_i=block_i,
+            num_early=min(-(-product.num_in // block_i), 4),
+            num_warps=4,
+        )
+    if product.num_tokens <= 8:
+        return _tiles_for_a_few(product)
+    return None
+
+
+def _tiles_for_a_few(product: Product) -> Tiles:
+    """Little arithmetic: warps share the columns of a few rows, all in flight before the wait if they fit."""
+    num_in, num_rows = product.num_in, product.num_rows
+    if num_in <= 1024 and 6144 <= num_rows <= 16384:
+        return _split_tiles(block_o=32, block_i=128, split=4, num_early=2)
+    if num_in <= 2048 and num_rows <= 16384:
+        return _split_tiles(block_o=16, block_i=256, split=4, num_early=-(-num_in // 1024))
+    if num_in <= 4096 and num_rows <= 2048:
+        return _split_tiles(block_o=16, block_i=256, split=8, num_early=2)
+    return _split_tiles(block_o=16, block_i=128, split=4, num_early=0)
+
+
+def _split_tiles(*, block_o: int, block_i: int, split: int, num_early: int) -> Tiles:
+    return Tiles(
+        on_tensor_cores=True,
+        block_o=block_o,
+        block_i=block_i,
+        split=split,
+        num_early=num_early,
+        num_warps=split,
+    )
+
+
+def store_choices(choices: Mapping[Product, Tiles | None], device: torch.device) -> None:
+    """Keep ``choices``, here and on disk, beside those stored before. To be called before any graph is
+    captured. A folder that cannot be written costs a warning."""
+    stored = _stored_choices(device)
+    stored.update(choices)
+    path = store_path(device)
+    entries = [{"product": _to_json(p), "tiles": t and _to_json(t)} for p, t in stored.items()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(entries, indent=1))
+        partial.replace(path)  # at once, for whoever else starts now
+    except OSError as error:
+        logger.warning("Timings of matrix products cannot be stored in %s (%s)", path, error)
+
+
+def store_path(device: torch.device) -> Path:
+    """Where timings of ``device`` are kept."""
+    folder = read_env().cache_dir or Path.home() / ".cache" / "gapless"
+    versions = (torch.__version__, importlib.metadata.version("triton"))
+    described = "\n".join((_device_name(device), *versions, _kernel_source()))
+    return folder / f"linear-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
+
+
+def forget_stored_choices() -> None:
+    """Read the store again at the next choice."""
+    _stored_choices.cache_clear()
+
+
+@functools.cache
+def _stored_choices(device: torch.device) -> dict[Product, Tiles | None]:
+    """Read once per process and device: a choice must not change under captured graphs."""
+    path: Path | None = None
+    try:
+        path = store_path(device)
+        entries = json.loads(path.read_text())
+        return {
+            _product_of(entry["product"]): entry["tiles"] and _tiles_of(entry["tiles"]) for entry in entries
+        }
+    except (FileNotFoundError, importlib.metadata.PackageNotFoundError):
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning(
+            "Stored timings of matrix products in %s cannot be read (%s: %s): built-in choices are used; "
+            "remove the file or run once with GAPLESS_TUNE_LINEAR=1",
+            path,
+            type(error).__name__,
+            error,
+        )
+        return {}
+
+
+def _to_json(value: Product | Tiles) -> dict[str, Any]:
+    fields = dataclasses.asdict(value)
+    return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in fields.items()}
+
+
+def _product_of(entry: dict[str, Any]) -> Product:
+    dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."))
+    _check_numbers(entry, but={"dtype"})
+    return Product(**{**entry, "dtype": dtype})
+
+
+def _tiles_of(entry: dict[str, Any]) -> Tiles:
+    _check_numbers(entry, but=set())
+    return Tiles(**entry)
+
+
+def _check_numbers(entry: dict[str, Any], *, but: set[str]) -> None:
+    wrong = [name for name, value in entry.items() if name not in but and not isinstance(value, int)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: not a number")
+
+
+def _kernel_source() -> str:
+    return Path(__file__).with_name("linear_jit.py").read_text()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

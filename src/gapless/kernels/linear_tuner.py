@@ -1,0 +1,169 @@
+"""Times the kernels of small matrix products against cuBLAS, on the model's own weights, on this GPU.
+
+Runs when ``GAPLESS_TUNE_LINEAR=1`` asks for it, once after loading and before the first capture; every later
+start on the same GPU and software finds the result in the store of ``linear_choice.py``. It takes a minute or
+two, most of it compilation, and so is never part of an ordinary start. A candidate multiplies the matrices of
+many layers one after another in a CUDA graph, because that is how a step will run it: with weights that no
+cache holds, and with a kernel ahead under which it may start. A candidate that cannot be compiled or launched
+is no candidate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product as cross
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gapless.kernels.activation import fused_silu_mul
+from gapless.kernels.linear import launch_product
+from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, default_tiles, store_choices
+
+logger = logging.getLogger(__name__)
+
+_REPEATS = 7
+_MIN_BYTES = 200 << 20
+"""Weights read by one timed run: several times the second-level cache."""
+_SHARED_BYTES = 200_000
+"""Of one program, at most; a Hopper processor has 227 KiB."""
+_GAIN = 0.98
+"""A kernel of ours must be faster than cuBLAS by this factor: the compiled kernel costs start-up time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Matrices:
+    """The weights of one product in every layer."""
+
+    weights: tuple[Tensor, ...]
+    is_gated: bool
+
+
+Timer = Callable[[Callable[[], None]], float]
+
+
+def tune_products(groups: Iterable[Matrices], *, timer: Timer | None = None) -> dict[Product, Tiles | None]:
+    """Time every bucket of tokens for every group, store the choices and return them."""
+    choices: dict[Product, Tiles | None] = {}
+    for group in groups:
+        num_rows, num_in = group.weights[0].shape
+        device, num_tokens = group.weights[0].device, 1
+        while num_tokens <= MAX_TOKENS:
+            product = Product(
+                num_tokens=num_tokens,
+                num_in=num_in,
+                num_out=num_rows // 2 if group.is_gated else num_rows,
+                is_gated=group.is_gated,
+                dtype=group.weights[0].dtype,
+            )
+            choices[product] = best_tiles(product, _enough(group.weights), timer or time_in_graph)
+            num_tokens *= 2
+        store_choices(choices, device)
+    return choices
+
+
+def best_tiles(product: Product, weights: tuple[Tensor, ...], timer: Timer) -> Tiles | None:
+    """The fastest tiles for ``product``, or None where cuBLAS is as fast."""
+    x_TI = torch.randn(product.num_tokens, product.num_in, dtype=product.dtype, device=weights[0].device)
+
+    def cublas() -> None:
+        for weight in weights:
+            out = F.linear(x_TI, weight)
+            if product.is_gated:
+                fused_silu_mul(out)
+
+    best, limit = None, timer(cublas) * _GAIN
+    for tiles in candidates(product):
+
+        def ours(tiles: Tiles = tiles) -> None:
+            for weight in weights:
+                launch_product(x_TI, weight, None, tiles, is_gated=product.is_gated)
+
+        try:
+            took = timer(ours)
+        except RuntimeError as error:  # what Triton raises where a kernel does not fit this GPU
+            logger.debug("%s with %s: %s", product, tiles, error)
+            continue
+        if took < limit:
+            best, limit = tiles, took
+    return best
+
+
+def candidates(product: Product) -> Iterator[Tiles]:
+    """Tiles worth timing, the built-in choice first; all of them fit a program's registers and memory."""
+    seen: set[Tiles] = set()
+    for tiles in _all_candidates(product):
+        if tiles not in seen:
+            seen.add(tiles)
+            yield tiles
+
+
+def time_in_graph(run: Callable[[], None]) -> float:
+    """Median milliseconds of ``run`` in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(_REPEATS + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:])
+
+
+def _all_candidates(product: Product) -> Iterator[Tiles]:
+    default = default_tiles(product)
+    if default is not None:
+        yield default
+    if product.num_tokens <= 2:
+        for block_o, block_i, num_warps in cross((4, 8, 16), (512, 1024, 2048), (4, 8)):
+            num_early = min(-(-product.num_in // block_i), 4)
+            if block_o * block_i // (32 * num_warps) >= 16 and num_early * block_o * block_i <= 1 << 15:
+                yield Tiles(
+                    on_tensor_cores=False,
+                    block_o=block_o,
+                    block_i=block_i,
+                    num_early=num_early,
+                    num_warps=num_warps,
+                )
+    tokens_pad = max(product.num_tokens, 8)
+    for split, block_o, block_i in cross((4, 8), (16, 32), (64, 128, 256)):
+        num_steps = math.ceil(product.num_in / (split * block_i))
+        for num_early in {min(num_steps, 2), 0}:
+            num_stages = num_early + (3 if num_early < num_steps else 0)
+            if (block_o + tokens_pad) * split * block_i * 2 * num_stages <= _SHARED_BYTES:
+                yield Tiles(
+                    on_tensor_cores=True,
+                    block_o=block_o,
+                    block_i=block_i,
+                    split=split,
+                    num_early=num_early,
+                    num_warps=split,
+                )
+    for block_o, block_i, num_stages in ((32, 256, 5), (64, 128, 4), (64, 256, 4), (128, 128, 4)):
+        if (block_o + tokens_pad) * block_i * 2 * num_stages <= _SHARED_BYTES:
+            yield Tiles(
+                on_tensor_cores=True,
+                block_o=block_o,
+                block_i=block_i,
+                num_early=0,
+                num_warps=4,
+                num_stages=num_stages,
+            )
+
+
+def _enough(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """As many as no cache holds."""
+    return weights[: max(2, math.ceil(_MIN_BYTES / weights[0].nbytes))]

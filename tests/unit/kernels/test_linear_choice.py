@@ -1,0 +1,223 @@
+"""Which kernel multiplies: the built-in rule, the store of timings, and the tuner."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gapless.kernels import linear_choice, linear_tuner
+from gapless.kernels.linear_choice import (
+    MAX_TOKENS,
+    Product,
+    Tiles,
+    choose,
+    default_tiles,
+    forget_stored_choices,
+    store_choices,
+    store_path,
+    token_bucket,
+)
+from gapless.kernels.linear_tuner import Matrices, best_tiles, candidates, tune_products
+
+CPU = torch.device("cpu")
+GEMV = Tiles(on_tensor_cores=False, block_o=8, block_i=1024, num_early=1, num_warps=4)
+TILE = Tiles(on_tensor_cores=True, block_o=16, block_i=64, split=4, num_early=2, num_warps=4)
+
+
+def make_product(num_tokens: int = 1, **changes: object) -> Product:
+    fields = {"num_in": 1024, "num_out": 4096, "is_gated": False, "dtype": torch.bfloat16, **changes}
+    return Product(num_tokens=num_tokens, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("GAPLESS_CACHE_DIR", str(tmp_path / "store"))
+    forget_stored_choices()
+    yield
+    forget_stored_choices()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bucket"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (33, 64), (64, 64)]
+)
+def test_calls_of_a_bucket_share_a_choice(num_tokens: int, bucket: int) -> None:
+    assert token_bucket(num_tokens) == bucket
+
+
+def test_stored_choices_are_found_by_the_next_process() -> None:
+    choices = {make_product(): GEMV, make_product(8, is_gated=True, dtype=torch.float16): TILE}
+    store_choices({**choices, make_product(64): None}, CPU)
+    forget_stored_choices()
+    assert {p: choose(p, CPU) for p in choices} == choices
+    assert choose(make_product(64), CPU) is None
+
+
+def test_stored_choices_add_up() -> None:
+    store_choices({make_product(1): GEMV}, CPU)
+    store_choices({make_product(2): TILE}, CPU)
+    forget_stored_choices()
+    assert (choose(make_product(1), CPU), choose(make_product(2), CPU)) == (GEMV, TILE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        '{"product": 1}',
+        '[{"product": {}, "tiles": null}]',
+        '[{"product": {"num_tokens": 1, "num_in": 1, "num_out": 1, "is_gated": false, "dtype": "x"}}]',
+        '[{"product": {"num_tokens": "1", "num_in": 1, "num_out": 1, "is_gated": false, '
+        '"dtype": "torch.float16"}, "tiles": null}]',
+        '[{"product": {"num_tokens": 1, "num_in": 1, "num_out": 1, "is_gated": false, '
+        '"dtype": "torch.float16"}, "tiles": {"block_o": 3}}]',
+    ],
+)
+def test_a_damaged_store_costs_one_warning(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    store_path(CPU).parent.mkdir()
+    store_path(CPU).write_text(text)
+    with caplog.at_level(logging.WARNING):
+        for num_tokens in (1, 2, 64):
+            assert choose(make_product(num_tokens), CPU) == default_tiles_on_cpu(num_tokens)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(store_path(CPU)) in caplog.text
+
+
+def default_tiles_on_cpu(num_tokens: int) -> Tiles | None:
+    return linear_choice.built_in_choice(make_product(num_tokens), CPU)
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GAPLESS_CACHE_DIR", str(tmp_path / "file" / "store"))
+    with caplog.at_level(logging.WARNING):
+        store_choices({make_product(): GEMV}, CPU)
+    assert "cannot be stored" in caplog.text
+    assert choose(make_product(), CPU) == GEMV
+
+
+def test_a_store_belongs_to_one_gpu_and_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {store_path(CPU)}
+    monkeypatch.setattr(linear_choice, "_device_name", lambda device: "another")
+    paths.add(store_path(CPU))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    paths.add(store_path(CPU))
+    monkeypatch.setattr(linear_choice, "_kernel_source", lambda: "other kernels")
+    paths.add(store_path(CPU))
+    assert len(paths) == 4
+
+
+def test_a_store_does_not_change_under_a_running_process() -> None:
+    before = choose(make_product(), CPU)
+    other = GEMV if before != GEMV else TILE
+    entry = {
+        "product": {"num_tokens": 1, "num_in": 1024, "num_out": 4096, "is_gated": False,
+                    "dtype": "torch.bfloat16"},
+        "tiles": {"on_tensor_cores": other.on_tensor_cores, "block_o": other.block_o,
+                  "block_i": other.block_i, "num_early": 1, "num_warps": 4},
+    }  # fmt: skip
+    store_path(CPU).parent.mkdir()
+    store_path(CPU).write_text(json.dumps([entry]))
+    assert choose(make_product(), CPU) == before
+    forget_stored_choices()
+    assert choose(make_product(), CPU) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_half_precision_has_tiles(dtype: torch.dtype) -> None:
+    assert default_tiles(make_product(dtype=dtype)) is None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("num_in", [1, 576, 1024, 3072, 4096, 14336])
+@pytest.mark.parametrize("num_out", [1, 1024, 4096, 151936])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_candidates_fit_a_program(num_tokens: int, num_in: int, num_out: int, is_gated: bool) -> None:
+    product = make_product(num_tokens, num_in=num_in, num_out=num_out, is_gated=is_gated)
+    offered = list(candidates(product))
+    assert 0 < len(offered) == len(set(offered))
+    assert default_tiles(product) in (None, offered[0])
+    for tiles in offered:
+        for size in (tiles.block_o, tiles.block_i, tiles.split, tiles.num_warps):
+            assert size & (size - 1) == 0
+        assert 0 <= tiles.num_early <= 4
+        if tiles.on_tensor_cores:
+            stages = tiles.num_early + (tiles.num_stages if tiles.num_early == 0 else 0)
+            columns = tiles.split * tiles.block_i
+            assert (tiles.block_o + max(num_tokens, 8)) * columns * 2 * min(stages, 2) <= 227 * 1024
+        else:
+            assert tiles.block_o * tiles.block_i * tiles.num_early <= 1 << 15
+
+
+def timer_that_prefers(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Tiles | None], float]) -> list[Tiles]:
+    """``timed`` lists what was launched; ``ms`` says how long it took (None: cuBLAS)."""
+    timed: list[Tiles] = []
+    launched: list[Tiles] = []
+
+    def launch(x: object, weight: object, bias: object, tiles: Tiles, *, is_gated: bool) -> None:
+        launched.append(tiles)
+
+    def timer(run: Callable[[], None]) -> float:
+        launched.clear()
+        run()
+        timed.extend(launched[:1])
+        return ms(launched[0] if launched else None)
+
+    monkeypatch.setattr(linear_tuner, "launch_product", launch)
+    monkeypatch.setattr(linear_tuner, "time_in_graph", timer)
+    return timed
+
+
+@pytest.mark.parametrize("index", [0, 3, -1])
+def test_the_fastest_candidate_wins(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = make_product(8, num_in=64, num_out=16)
+    wanted = list(candidates(product))[index]
+    timed = timer_that_prefers(monkeypatch, lambda tiles: 0.5 if tiles == wanted else 1.0)
+    weights = (torch.randn(16, 64, dtype=torch.bfloat16),)
+    assert best_tiles(product, weights, linear_tuner.time_in_graph) == wanted
+    assert timed == list(candidates(product))
+
+
+def test_the_library_wins_when_it_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer_that_prefers(monkeypatch, lambda tiles: 1.0 if tiles is None else 0.99)
+    weights = (torch.randn(16, 64, dtype=torch.bfloat16),)
+    product = make_product(8, num_in=64, num_out=16)
+    assert best_tiles(product, weights, linear_tuner.time_in_graph) is None
+
+
+def test_a_candidate_that_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = make_product(8, num_in=64, num_out=16)
+    first, *_, last = candidates(product)
+
+    def ms(tiles: Tiles | None) -> float:
+        if tiles == first:
+            raise RuntimeError("out of resource: shared memory")
+        return 0.5 if tiles == last else 1.0
+
+    timer_that_prefers(monkeypatch, ms)
+    weights = (torch.randn(16, 64, dtype=torch.bfloat16),)
+    assert best_tiles(product, weights, linear_tuner.time_in_graph) == last
+
+
+def test_tuning_stores_a_choice_for_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer_that_prefers(monkeypatch, lambda tiles: 1.0 if tiles is None else 0.5)
+    weight = torch.randn(32, 64, dtype=torch.bfloat16)
+    groups = [Matrices(weights=(weight,), is_gated=gated) for gated in (False, True)]
+    choices = tune_products(groups)
+    assert {(p.num_tokens, p.num_out, p.is_gated) for p in choices} == {
+        (tokens, out, gated)
+        for tokens in (1, 2, 4, 8, 16, 32, MAX_TOKENS)
+        for out, gated in ((32, False), (16, True))
+    }
+    forget_stored_choices()
+    assert {p: choose(p, CPU) for p in choices} == choices
