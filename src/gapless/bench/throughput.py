@@ -42,20 +42,21 @@ def measure_throughput(
     """A row per repeat, the spread of tokens per second over them, ``latency`` percentiles and ``notes``."""
     lengths, notes = fitting_lengths(llm.runner.max_model_len, options)
     source = PromptSource(llm.runner.vocab_size, seed=options.seed)
-    timed_generate(llm, source.prompts(lengths.draw(source.rng, _WARMUP_REQUESTS)), 2)
-    llm.reset_report()
-    rows: list[Row] = []
     served: list[Served] = []
-    for repeat in range(options.repeats):
-        prompts = source.prompts(lengths.draw(source.rng, options.requests))
+
+    def run(prompts: list[list[int]], output_tokens: int) -> float:
         if options.request_rate is None:
-            seconds = timed_generate(llm, prompts, options.output_tokens)
-        else:
-            arrivals = poisson_arrivals(source.rng, len(prompts), rate=options.request_rate)
-            finished, seconds = _serve(llm, prompts, arrivals, options)
-            served += finished
-        rows.append(_row(repeat, prompts, seconds, options))
-        on_row(rows[-1])
+            return timed_generate(llm, prompts, output_tokens)
+        arrivals = poisson_arrivals(source.rng, len(prompts), rate=options.request_rate)
+        finished, seconds = _serve(llm, prompts, arrivals, options)
+        served.extend(finished)
+        return seconds
+
+    def start_counting() -> None:
+        served.clear()
+        llm.reset_report()
+
+    rows = offline_runs(run, source, lengths, options, on_warm=start_counting, on_row=on_row)
     if options.request_rate is None:
         prompts = source.prompts(lengths.draw(source.rng, options.requests))
         served, _ = _serve(llm, prompts, [0.0] * len(prompts), options)
@@ -65,11 +66,38 @@ def measure_throughput(
         "lengths": str(lengths),
         "output_tokens": options.output_tokens,
         "request_rate": options.request_rate,
+        **summary(rows),
+        "latency": latencies(served),
+        "notes": notes,
+    }
+
+
+def offline_runs(
+    run: Callable[[list[list[int]], int], float],
+    source: PromptSource,
+    lengths: Lengths,
+    options: ThroughputOptions,
+    *,
+    on_warm: Callable[[], None] = lambda: None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """A warm-up and the repeats of any engine: ``run`` takes prompts and answer tokens, and gives seconds."""
+    run(source.prompts(lengths.draw(source.rng, _WARMUP_REQUESTS)), options.output_tokens)
+    on_warm()
+    rows = []
+    for repeat in range(options.repeats):
+        prompts = source.prompts(lengths.draw(source.rng, options.requests))
+        rows.append(_row(repeat, prompts, run(prompts, options.output_tokens), options))
+        on_row(rows[-1])
+    return rows
+
+
+def summary(rows: list[Row]) -> Row:
+    """The spread of what ran per second over the repeats."""
+    return {
         "output_tokens_per_s": spread([row["output_tokens_per_s"] for row in rows], digits=1),
         "total_tokens_per_s": spread([row["total_tokens_per_s"] for row in rows], digits=1),
         "requests_per_s": spread([row["requests_per_s"] for row in rows]),
-        "latency": latencies(served),
-        "notes": notes,
     }
 
 
