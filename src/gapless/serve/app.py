@@ -1,0 +1,82 @@
+"""The HTTP application: every endpoint over one engine client.
+
+From the outside in: request ids and the log, cross-origin rules, keys, then the endpoints, each of which
+reads its body itself (``limits.py``). All layers are plain ASGI, so that a streamed token passes through as
+one call. Whatever an endpoint raises becomes an OpenAI error body in ``errors.py``. Read ``routes/`` next.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gapless.errors import GaplessError
+from gapless.serve.access_log import RequestLog
+from gapless.serve.auth import KeyCheck
+from gapless.serve.client import EngineClient
+from gapless.serve.context import ServeContext, TextTokenizer, now
+from gapless.serve.errors import ApiError, ClientGoneError, as_api_error
+from gapless.serve.metrics import RequestMetrics
+from gapless.serve.routes import chat, completions, embeddings, status, tokens
+from gapless.serve.routes.documented import describe
+from gapless.serve.settings import ServerSettings
+from gapless.serve.tools import parser_of_template
+from gapless.serve.version import version
+
+
+def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTokenizer | None) -> FastAPI:
+    """``client`` must be ready: its ``info`` says what is served."""
+    metrics = RequestMetrics()
+    template = settings.chat_template or getattr(tokenizer, "chat_template", None)
+    context = ServeContext(
+        client=client,
+        settings=settings,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        model_names=settings.served_model_names or (client.info.model,),
+        tool_format=parser_of_template(template),
+        created=now(),
+    )
+    app = FastAPI(
+        title="Gapless",
+        version=version(),
+        root_path=settings.root_path,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    for routes in (chat, completions, embeddings, tokens, status):
+        routes.add_routes(app, context)
+    app.add_exception_handler(GaplessError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_bad_path)
+    # The last one added is the outermost.
+    app.add_middleware(KeyCheck, keys=settings.api_keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestLog, metrics=metrics, form=settings.access_log)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGoneError):
+        raise error  # nobody is left to answer; the log notes it
+    known = as_api_error(error)
+    if known.code == "internal_error":
+        raise error  # logged with its traceback in one place
+    return known.response()
+
+
+async def _answer_bad_path(request: Request, error: Exception) -> Response:
+    return ApiError("the path or its query cannot be understood", code="invalid_value").response()

@@ -1,0 +1,79 @@
+"""What every endpoint needs, made once per application.
+
+``TextTokenizer`` is the little that the HTTP side asks of a tokenizer. A model may have none: then prompts
+are token ids and answers have no text. Read ``app.py`` for where a context is made.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from gapless.serve.client import EngineClient
+from gapless.serve.errors import ApiError, of_validation
+from gapless.serve.limits import read_json
+from gapless.serve.metrics import RequestMetrics
+from gapless.serve.protocol.common import EndpointRequest
+from gapless.serve.settings import ServerSettings
+
+RequestT = TypeVar("RequestT", bound=EndpointRequest)
+
+
+class TextTokenizer(Protocol):
+    """``models/tokenizer.py`` has it; a chat template is an attribute ``chat_template`` or absent."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeContext:
+    """``model_names``: the first stands in answers. ``tool_format``: a key of ``tools.PARSERS``."""
+
+    client: EngineClient
+    settings: ServerSettings
+    tokenizer: TextTokenizer | None
+    metrics: RequestMetrics
+    model_names: tuple[str, ...]
+    tool_format: str | None
+    created: int
+
+    async def parse(self, request: Request, model: type[RequestT]) -> RequestT:
+        """The body as ``model``. Raises ``ApiError``."""
+        body = await read_json(request, max_body_bytes=self.settings.max_body_bytes)
+        try:
+            parsed = model.model_validate(body)
+        except ValidationError as error:
+            raise of_validation(error) from None
+        if parsed.model is not None and parsed.model not in self.model_names:
+            raise unknown_model(parsed.model)
+        return parsed
+
+
+def unknown_model(name: str) -> ApiError:
+    return ApiError(
+        f"the model {name[:200]!r} does not exist here; /v1/models lists what is served",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def new_id(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex
+
+
+def now() -> int:
+    """As OpenAI's ``created``: whole seconds since 1970."""
+    return int(time.time())

@@ -1,0 +1,108 @@
+"""All engine requests of one HTTP request as one stream, and work that ends when its caller has gone.
+
+A request with several prompts becomes several engine requests, whose deltas are merged in the order in which
+they come. Invariants: nothing is read ahead of the reader (so back-pressure reaches the engine client, which
+merges); whatever ends the stream, every engine request that still runs is aborted by closing its iterator.
+Read ``chat_stream.py`` or ``answers.py`` next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from gapless.serve.client import EngineClient
+from gapless.serve.errors import ClientGoneError, ended_by_server, engine_fault
+from gapless.serve.messages import Delta, GenerateRequest
+from gapless.serve.metrics import RequestClock
+
+T = TypeVar("T")
+Deltas = AsyncGenerator[tuple[int, list[Delta]], None]
+"""Pairs of a prompt's position and what is new in its choices."""
+
+
+async def deltas_of(
+    client: EngineClient, requests: Sequence[GenerateRequest], *, clock: RequestClock
+) -> Deltas:
+    """Raises what the engine client raises, and ``ApiError`` when the engine ended a choice by itself."""
+    streams = [client.generate(request) for request in requests]
+    merged = _single(streams[0]) if len(streams) == 1 else _merged(streams)
+    try:
+        async for position, deltas in merged:
+            clock.observe(position, deltas)
+            for delta in deltas:
+                if delta.finish_reason == "error" or delta.error is not None:
+                    raise engine_fault(delta.error)
+                if delta.finish_reason == "abort":
+                    raise ended_by_server()
+            yield position, deltas
+    finally:
+        await merged.aclose()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; it is cancelled, and ``ClientGoneError`` raised, when the connection closes.
+
+    Only for requests whose body has been read: ``receive`` then has nothing to say but that.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError("the connection was closed before the answer was ready")
+        return task.result()
+    finally:
+        await cancel(task, watcher)
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """End tasks and wait until they have cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _single(stream: AsyncIterator[list[Delta]]) -> Deltas:
+    try:
+        async for deltas in stream:
+            yield 0, deltas
+    finally:
+        await _close(stream)
+
+
+async def _merged(streams: Sequence[AsyncIterator[list[Delta]]]) -> Deltas:
+    pending = {asyncio.ensure_future(_next(stream)): number for number, stream in enumerate(streams)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=pending.__getitem__):
+                number = pending.pop(task)
+                deltas = task.result()
+                if deltas is None:
+                    continue
+                pending[asyncio.ensure_future(_next(streams[number]))] = number
+                yield number, deltas
+    finally:
+        await cancel(*pending)
+        for stream in streams:
+            await _close(stream)
+
+
+async def _next(stream: AsyncIterator[list[Delta]]) -> list[Delta] | None:
+    """None at the end: a task cannot raise ``StopAsyncIteration``."""
+    return await anext(stream, None)
+
+
+async def _close(stream: AsyncIterator[list[Delta]]) -> None:
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()

@@ -1,0 +1,151 @@
+"""A request's body: read within limits, then parsed as strict JSON. Whatever is wrong with it is a 4xx here.
+
+Stricter than Python's parser on purpose: a name that occurs twice, ``NaN`` and ``Infinity``, numbers beyond
+what a double can hold, text that is not Unicode, and values nested deeper than any real request are refused,
+because two programs could read each of them differently or because they cost more than they are worth.
+Invariant: memory used before the refusal is bounded by ``max_body_bytes``. Read ``protocol/`` next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from gapless.serve.errors import ApiError, ClientGoneError
+
+MAX_DEPTH = 64
+"""Objects and lists within each other. A JSON schema is the deepest thing anybody sends."""
+BODY_TIMEOUT_S = 60.0
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_json(request: Request, *, max_body_bytes: int) -> Any:
+    """The parsed body. Raises ``ApiError`` (400, 408, 413, 415) or ``ClientGoneError``."""
+    _check_headers(request, max_body_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_body_bytes:
+                    raise _too_large(f"more than {max_body_bytes}", max_body_bytes)
+    except TimeoutError:
+        raise ApiError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} seconds", status=408, code="body_timeout"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError("the connection was closed while its body was read") from None
+    return parse_json(bytes(body))
+
+
+def parse_json(body: bytes) -> Any:
+    """Raises ``ApiError`` (400) that says what is wrong and where."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _bad(f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}") from None
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_without_repeats, parse_constant=_constant, parse_float=_finite
+        )
+    except json.JSONDecodeError as error:
+        raise _bad(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError:  # Python refuses integers of thousands of digits by a limit of its own
+        raise _bad("the body has a number with too many digits") from None
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        _check_depth(value)
+    if _SURROGATE.search(body):
+        _check_unicode(value)
+    return value
+
+
+def _check_headers(request: Request, max_body_bytes: int) -> None:
+    content_type = request.headers.get("content-type")
+    if content_type is not None and not _is_json(content_type):
+        raise ApiError(
+            f"content type {content_type[:80]!r}: must be application/json in UTF-8",
+            status=415,
+            code="unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(
+            f"content encoding {encoding[:80]!r}: send the body without compression",
+            status=415,
+            code="unsupported_media_type",
+        )
+    length = request.headers.get("content-length")
+    if length is None:
+        return
+    if not (length.isascii() and length.isdigit()):
+        raise _bad(f"content length {length[:80]!r}: must be a number")
+    if len(length) > 18 or int(length) > max_body_bytes:
+        raise _too_large(length[:20], max_body_bytes)
+
+
+def _is_json(content_type: str) -> bool:
+    kind, *parameters = (part.strip().lower() for part in content_type.split(";"))
+    charsets = [p.partition("=")[2].strip('"') for p in parameters if p.startswith("charset=")]
+    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return is_json and all(charset in ("utf-8", "utf8") for charset in charsets)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise _bad(f"the name {repeated[:80]!r} occurs twice in one object", param=repeated[:80])
+    return result
+
+
+def _constant(literal: str) -> NoReturn:
+    raise _bad(f"the body is not JSON: {literal} is no JSON number")
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise _bad(f"the number {literal[:40]} is too large")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        children: list[Any] = []
+        for node in level:
+            inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            children += [child for child in inner if isinstance(child, (dict, list))]
+        if not children:
+            return
+        level = children
+    raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_unicode(value: Any) -> None:
+    """Half of a surrogate pair parses, but is no text: nothing could encode it again."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _bad("a string in the body is not Unicode text: it has half of a surrogate pair") from None
+
+
+def _bad(message: str, *, param: str | None = None) -> ApiError:
+    return ApiError(message, param=param, code="invalid_json")
+
+
+def _too_large(length: str, limit: int) -> ApiError:
+    return ApiError(
+        f"the body has {length} bytes, the limit is {limit}; shorten it or raise --max-body-bytes",
+        status=413,
+        code="body_too_large",
+    )

@@ -1,0 +1,83 @@
+"""Candidates of tokens in OpenAI's two shapes: a list of objects (chat) and parallel lists (completions).
+
+A candidate is named by its text alone; where two tokens have the same text, as halves of characters do, the
+likelier one stands. Minus infinity is no JSON number: it becomes -9999, as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gapless.serve.messages import TokenLogprob
+from gapless.serve.responses import ChatLogprob, ChatLogprobs, TextLogprobs, TopLogprob
+
+LOWEST = -9999.0
+
+
+def chat_logprobs(tokens: Iterable[Sequence[TokenLogprob]], *, num_top: int) -> ChatLogprobs:
+    return ChatLogprobs(content=[_chat_logprob(candidates, num_top) for candidates in tokens])
+
+
+class TextLogprobBuilder:
+    """Of one choice; ``offset`` is where its next token begins in the text, an echoed prompt included."""
+
+    def __init__(self, *, num_top: int, offset: int = 0) -> None:
+        self._num_top, self._offset = num_top, offset
+
+    def build(self, tokens: Iterable[Sequence[TokenLogprob] | None], texts: Iterable[str]) -> TextLogprobs:
+        """``texts``: of the tokens that have no candidates (the first of a prompt), in order."""
+        result = TextLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        unknown = iter(texts)
+        for candidates in tokens:
+            text = token_text(candidates[0]) if candidates else next(unknown, "")
+            result.text_offset.append(self._offset)
+            result.tokens.append(text)
+            self._offset += len(text)
+            if not candidates:
+                result.token_logprobs.append(None)
+                result.top_logprobs.append(None)
+                continue
+            result.token_logprobs.append(_finite(candidates[0].logprob))
+            top: dict[str, float] = {}
+            for candidate in (*_top(candidates, self._num_top), candidates[0]):
+                top.setdefault(token_text(candidate), _finite(candidate.logprob))
+            result.top_logprobs.append(top)
+        return result
+
+
+def join(parts: Iterable[TextLogprobs]) -> TextLogprobs:
+    result = TextLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for part in parts:
+        result.text_offset += part.text_offset
+        result.token_logprobs += part.token_logprobs
+        result.tokens += part.tokens
+        result.top_logprobs += part.top_logprobs
+    return result
+
+
+def token_text(candidate: TokenLogprob) -> str:
+    """Without a tokenizer tokens have no text; the id names them."""
+    return candidate.text if candidate.text is not None else f"token_id:{candidate.token_id}"
+
+
+def _chat_logprob(candidates: Sequence[TokenLogprob], num_top: int) -> ChatLogprob:
+    drawn = candidates[0]
+    text = token_text(drawn)
+    return ChatLogprob(
+        token=text,
+        logprob=_finite(drawn.logprob),
+        bytes=list(text.encode()),
+        top_logprobs=[
+            TopLogprob(token=token_text(c), logprob=_finite(c.logprob), bytes=list(token_text(c).encode()))
+            for c in _top(candidates, num_top)
+        ],
+    )
+
+
+def _top(candidates: Sequence[TokenLogprob], num_top: int) -> list[TokenLogprob]:
+    """The drawn token is among them only where it is one of the best."""
+    return sorted((c for c in candidates if c.rank <= num_top), key=lambda c: c.rank)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

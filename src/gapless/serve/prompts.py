@@ -1,0 +1,112 @@
+"""Prompts of all kinds to token ids, checked against the model before anything reaches the engine.
+
+Long texts are tokenised on a worker thread (the tokenizer's own code runs without Python's lock), so that one
+long prompt does not hold up the streams of others. Read ``sampling.py`` for the other half of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from gapless.errors import RequestError
+from gapless.serve.context import ServeContext, TextTokenizer
+from gapless.serve.errors import ApiError
+from gapless.serve.protocol.chat import Message, Tool
+
+_INLINE_CHARS = 4096
+"""About a millisecond of tokenising; a thread costs a tenth of it."""
+
+
+def need_tokenizer(context: ServeContext) -> TextTokenizer:
+    if context.tokenizer is None:
+        raise RequestError("this model has no tokenizer: send prompts as token ids to /v1/completions")
+    return context.tokenizer
+
+
+async def encode_prompt(
+    context: ServeContext, prompt: str | list[int], *, name: str = "prompt", add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of text or ids. ``name`` is the field at fault in errors. Raises ``ApiError``."""
+    if isinstance(prompt, str):
+        prompt = await encode_text(context, prompt, add_special_tokens=add_special_tokens)
+    check_ids(context, prompt, name=name)
+    return prompt
+
+
+async def encode_text(context: ServeContext, text: str, *, add_special_tokens: bool) -> list[int]:
+    tokenizer = need_tokenizer(context)
+    if len(text) <= _INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+async def encode_chat(
+    context: ServeContext,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: dict[str, Any] | None,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Render and encode. Raises ``RequestError`` with what the template says."""
+    tokenizer = need_tokenizer(context)
+    options: dict[str, Any] = dict(variables or {})
+    if context.settings.chat_template is not None:
+        options["chat_template"] = context.settings.chat_template
+    if tools:
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    if continue_final_message:
+        options["continue_final_message"] = True
+    try:
+        text = tokenizer.apply_chat_template(
+            [message.for_template() for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            **options,
+        )
+    except (ValueError, OverflowError, ArithmeticError, AttributeError) as error:
+        # A template is a program over what the caller sent: what it cannot digest is the caller's to mend.
+        if isinstance(error, RequestError):
+            raise
+        raise ApiError(
+            f"the chat template refuses these messages: {error}", param="messages", code="invalid_value"
+        ) from None
+    return await encode_text(context, text, add_special_tokens=add_special_tokens)
+
+
+def check_ids(context: ServeContext, token_ids: list[int], *, name: str) -> None:
+    """Raises ``ApiError`` for an empty prompt or a token that the model does not have."""
+    if not token_ids:
+        raise ApiError(f"{name} is empty: at least one token is needed", param=name, code="invalid_value")
+    vocab_size = context.client.info.vocab_size
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        shown = str(wrong) if abs(wrong) < 10**20 else "a number of many digits"
+        raise ApiError(
+            f"{name} has the token id {shown}: must be between 0 and {vocab_size - 1}",
+            param=name,
+            code="invalid_value",
+        )
+
+
+def check_length(context: ServeContext, num_prompt: int, params: dict[str, Any], *, name: str) -> None:
+    """Raises ``ApiError`` unless the prompt, and as many tokens as were asked for, fit the model."""
+    limit = context.client.info.max_model_len
+    asked = params.get("max_tokens", 16)
+    if num_prompt >= limit:
+        raise ApiError(
+            f"the prompt has {num_prompt} tokens, but the maximum context length is {limit} tokens, at least "
+            "one of them generated; shorten it",
+            param=name,
+            code="context_length_exceeded",
+        )
+    if asked is not None and "max_tokens" in params and num_prompt + asked > limit:
+        raise ApiError(
+            f"max_tokens={asked} and a prompt of {num_prompt} tokens exceed the maximum context length of "
+            f"{limit} tokens; ask for at most {limit - num_prompt}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,214 @@
+"""``POST /v1/chat/completions``: messages, tools, and what to do with them.
+
+Only text goes in: parts of another kind (images, audio, files) are refused by name. Arguments of earlier tool
+calls come as JSON text and reach the template as objects, which is what templates expect.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from gapless.serve.protocol.common import IGNORED, Strict
+from gapless.serve.protocol.generation import GenerationRequest
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "documents", "chat_template", "conversations", "return_assistant_tokens_mask"}
+    | {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+)
+"""Variables that a request may not set through ``chat_template_kwargs``: they have fields of their own."""
+
+
+class TextPart(Strict):
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> TextPart:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a content part of type {self.type!r} needs the field {self.type!r}")
+        return self
+
+    @property
+    def content(self) -> str:
+        return self.text if self.text is not None else self.refusal or ""
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        try:
+            parsed = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise ValueError("arguments of a tool call must be a JSON object, as text")
+        return value or "{}"
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """Streamed calls have one; it says nothing more here."""
+
+
+class Message(Strict):
+    role: Role
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+    """Part of answers, so it comes back in a history; without effect."""
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Message:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to messages of the assistant, not to role {self.role!r}")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"tool_call_id belongs to messages of a tool, not to role {self.role!r}")
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message with role {self.role!r} needs content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What chat templates read: content as one string, arguments as objects."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.content for part in content)
+        if content is None and self.refusal is not None:
+            content = self.refusal
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "" if content is None else content,
+        }
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json.loads(call.function.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class FunctionDefinition(Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Arguments keep to the schema whenever a call is forced (``required`` or a named function)."""
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(GenerationRequest):
+    ignored: ClassVar[tuple[str, ...]] = tuple(IGNORED)
+    neutral: ClassVar[tuple[str, ...]] = (
+        "logit_bias",
+        "best_of",
+        "functions",
+        "function_call",
+        "modalities",
+        "audio",
+        "prediction",
+        "moderation",
+        "reasoning_effort",
+        "verbosity",
+        "web_search_options",
+        "use_beam_search",
+        "length_penalty",
+        "early_stopping",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+        "priority",
+        "bad_words",
+        "logits_processors",
+        "allowed_token_ids",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "documents",
+        "mm_processor_kwargs",
+        "chat_template",
+        "include_reasoning",
+    )
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """Left out: ``auto`` with tools, ``none`` without."""
+    parallel_tool_calls: bool = True
+    """False: at most one call in an answer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _chat_options_fit_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise ValueError("max_tokens and max_completion_tokens mean the same: give one")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        reserved = sorted(RESERVED_TEMPLATE_NAMES & set(self.chat_template_kwargs or {}))
+        if reserved:
+            raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}")
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or []]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"tools has two functions with the name {name!r}")
+        if self.tool_choice in (None, "none") or not isinstance(self.tool_choice, (str, NamedTool)):
+            return
+        if not names:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+        has_grammar = self.structured_outputs is not None or self.regex is not None
+        if has_grammar or (self.response_format is not None and self.response_format.type != "text"):
+            raise ValueError("an answer cannot be bound to a format and call tools: set tool_choice to none")

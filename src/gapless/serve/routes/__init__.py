@@ -1,0 +1,1 @@
+"""One file per group of endpoints; each has ``add_routes(app, context)``."""

@@ -1,0 +1,91 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from gapless.serve.answers import UsageCounter, collect
+from gapless.serve.context import ServeContext, new_id, now
+from gapless.serve.deltas import deltas_of, unless_gone
+from gapless.serve.errors import ApiError
+from gapless.serve.messages import GenerateRequest
+from gapless.serve.metrics import RequestClock
+from gapless.serve.prompts import check_length, encode_prompt
+from gapless.serve.protocol.completions import CompletionRequest
+from gapless.serve.routes.documented import takes
+from gapless.serve.routes.replies import json_reply
+from gapless.serve.sampling import completion_params, grammar_of
+from gapless.serve.sse import open_stream
+from gapless.serve.text_answers import Echo, TextFormat, text_events
+
+MAX_CHOICES = 4096
+"""Prompts times ``n`` of one request: more would fill any queue by itself."""
+
+
+def add_routes(app: FastAPI, context: ServeContext) -> None:
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), tags=["generate"])
+    async def completions(http: Request) -> Response:
+        clock = RequestClock(context.metrics)
+        request = await context.parse(http, CompletionRequest)
+        params = completion_params(
+            request, max_n=context.settings.max_n, has_tokenizer=context.tokenizer is not None
+        )
+        n = params.get("n", 1)
+        if len(request.prompt) * n > MAX_CHOICES:
+            raise ApiError(
+                f"{len(request.prompt)} prompts with n={n}: one request may have {MAX_CHOICES} choices",
+                param="n",
+                code="invalid_value",
+            )
+        prompts = [
+            await encode_prompt(context, prompt, add_special_tokens=request.add_special_tokens)
+            for prompt in request.prompt
+        ]
+        for token_ids in prompts:
+            check_length(context, len(token_ids), params, name="prompt")
+            context.metrics.prompt_tokens.observe(len(token_ids))
+        format = TextFormat(
+            id=new_id("cmpl-"),
+            created=now(),
+            model=context.model_names[0] if request.model is None else request.model,
+            n=n,
+            num_top=request.logprobs,
+            echoes=_echoes(context, request, prompts) if request.echo else (),
+            drops_text=request.max_tokens == 0,
+        )
+        grammar = grammar_of(request)
+        requests = [
+            GenerateRequest(
+                request_id=f"{format.id}-{number}",
+                prompt_token_ids=token_ids,
+                params=params,
+                prompt_logprobs=request.logprobs if request.echo else None,
+                grammar=grammar,
+            )
+            for number, token_ids in enumerate(prompts)
+        ]
+        deltas = deltas_of(context.client, requests, clock=clock)
+        lengths = [len(token_ids) for token_ids in prompts]
+        if request.stream:
+            events = text_events(
+                format,
+                deltas,
+                usage=UsageCounter(lengths),
+                includes_usage=request.includes_usage,
+                num_prompts=len(prompts),
+            )
+            return await open_stream(events, http.receive)
+        collected = await unless_gone(http.receive, collect(deltas, num_prompt_tokens=lengths, n=n))
+        return json_reply(format.completion(collected))
+
+
+def _echoes(context: ServeContext, request: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+    """Text prompts come back as they were sent; token ids as their text."""
+    decode = context.tokenizer.decode if context.tokenizer is not None else None
+    echoes = []
+    for prompt, token_ids in zip(request.prompt, prompts, strict=True):
+        first = decode(token_ids[:1], skip_special_tokens=False) if decode else f"token_id:{token_ids[0]}"
+        text = prompt if isinstance(prompt, str) else decode(prompt) if decode else ""
+        echoes.append(Echo(text=text, first_token=first))
+    return echoes

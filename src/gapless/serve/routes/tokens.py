@@ -1,0 +1,48 @@
+"""``POST /tokenize`` and ``POST /detokenize``."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from gapless.serve.context import ServeContext
+from gapless.serve.prompts import check_ids, encode_chat, encode_text, need_tokenizer
+from gapless.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from gapless.serve.responses import Detokenized, Tokens
+from gapless.serve.routes.documented import takes
+from gapless.serve.routes.replies import json_reply
+
+
+def add_routes(app: FastAPI, context: ServeContext) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), tags=["tokens"])
+    async def tokenize(http: Request) -> Response:
+        request = await context.parse(http, TokenizeRequest)
+        tokenizer = need_tokenizer(context)
+        if request.messages is not None:
+            token_ids = await encode_chat(
+                context,
+                request.messages,
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=request.chat_template_kwargs,
+                add_special_tokens=bool(request.add_special_tokens),
+            )
+        else:
+            adds = request.add_special_tokens is not False
+            token_ids = await encode_text(context, request.prompt or "", add_special_tokens=adds)
+        strings = None
+        if request.return_token_strs:
+            strings = [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
+        limit = context.client.info.max_model_len
+        return json_reply(
+            Tokens(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=strings)
+        )
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), tags=["tokens"])
+    async def detokenize(http: Request) -> Response:
+        request = await context.parse(http, DetokenizeRequest)
+        tokenizer = need_tokenizer(context)
+        if request.tokens:
+            check_ids(context, request.tokens, name="tokens")
+        return json_reply(Detokenized(prompt=tokenizer.decode(request.tokens, skip_special_tokens=False)))

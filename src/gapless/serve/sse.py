@@ -1,0 +1,89 @@
+"""Server-sent events: one write for everything that is new, an error event when the stream breaks.
+
+The answer's head is sent only once the first event exists, so a request that fails early gets a real status.
+Later the status is gone: then the error is the last event, and ``[DONE]`` is missing. Invariant: whichever
+way a stream ends (done, error, closed connection, server shutdown) its source is closed, which aborts the
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gapless.serve.deltas import cancel, disconnected, unless_gone
+from gapless.serve.errors import ClientGoneError, as_api_error, engine_fault
+
+DONE = b"data: [DONE]\n\n"
+Events = AsyncGenerator[bytes, None]
+"""Framed events, several in one item where they belong together; each ends with a blank line."""
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""The second stops nginx from collecting events before it passes them on."""
+
+_encode = msgspec.json.Encoder().encode
+_log = logging.getLogger("gapless.serve")
+
+
+def event(value: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+async def open_stream(events: Events, receive: Receive) -> EventStream:
+    """Wait for the first event. Raises what the source raises, and ``ClientGoneError``."""
+
+    async def first() -> bytes | None:
+        return await anext(events, None)
+
+    try:
+        begin = await unless_gone(receive, first())
+    except BaseException:
+        await events.aclose()
+        raise
+    if begin is None:
+        raise engine_fault("it ended without a token")
+    return EventStream(begin, events)
+
+
+class EventStream(Response):
+    """The answer. The source is read no faster than the connection takes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, begin: bytes, events: Events) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._begin, self._events = begin, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(send))
+        watcher = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done():
+                raise ClientGoneError("the connection was closed while its answer was streamed")
+            writer.result()
+        finally:
+            await cancel(writer, watcher)
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.body", "body": self._begin, "more_body": True})
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = DONE
+        except OSError as error:  # what servers raise when the other side has gone
+            raise ClientGoneError("the connection was closed while its answer was streamed") from error
+        except Exception as error:
+            known = as_api_error(error)
+            if known.code == "internal_error":
+                _log.exception("a stream failed")
+            last = b"data: " + known.body() + b"\n\n"
+        await send({"type": "http.response.body", "body": last, "more_body": False})
