@@ -45,6 +45,9 @@ class Env:
     """``GAPLESS_TUNE_LINEAR``: time matrix products of a few tokens on this GPU and keep the result."""
     cache_dir: Path | None = None
     """``GAPLESS_CACHE_DIR``: where timings are kept. None: ``~/.cache/gapless``."""
+    api_keys: tuple[str, ...] = ()
+    """``GAPLESS_API_KEY``: keys that open the server, separated by commas; a key on the command line is in
+    every user's list of processes."""
     triton_interpret: bool = False
     """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
 
@@ -59,6 +62,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         soak=_bool(values, "GAPLESS_SOAK"),
         tune_linear=_bool(values, "GAPLESS_TUNE_LINEAR"),
         cache_dir=_path(values, "GAPLESS_CACHE_DIR"),
+        api_keys=tuple(key.strip() for key in values.get("GAPLESS_API_KEY", "").split(",") if key.strip()),
         triton_interpret=_bool(values, "TRITON_INTERPRET"),
     )
 

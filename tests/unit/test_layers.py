@@ -34,7 +34,7 @@ RANKS = {
     "llm_inputs": 5,
     "bench": 6,
     "cli": 7,
-    "server": 7,
+    "serve": 6,
     "launch_server": 7,
 }
 """A part may import its own rank and below. ``gapless/__init__.py`` names everything, lazily."""

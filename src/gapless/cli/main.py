@@ -24,6 +24,7 @@ from gapless.cli.environment import env
 from gapless.cli.generate import generate
 from gapless.cli.inspect import inspect
 from gapless.cli.options import Command, expand
+from gapless.cli.serve import serve
 from gapless.env import read_env
 from gapless.errors import GaplessError, GraphError
 
@@ -74,7 +75,7 @@ class _StandardErrorHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-for _command in (generate, demo, inspect, check, env):
+for _command in (generate, serve, demo, inspect, check, env):
     app.command(cls=Command)(expand(_command))
 app.add_typer(bench)
 

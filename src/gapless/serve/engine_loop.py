@@ -13,14 +13,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gapless.engine.core import EngineCore
 from gapless.engine.outputs import ChoiceDelta, Logprob
 from gapless.engine.request import Sequence as RequestSequence
 from gapless.engine.request import SequenceState
 from gapless.errors import GaplessError, RequestError
-from gapless.graphs.report import StepLog
 from gapless.sampling.params import SamplingParams
 from gapless.serve.messages import (
     AbortRequest,
@@ -39,6 +38,9 @@ from gapless.serve.messages import (
     TokenLogprob,
 )
 from gapless.serve.stats import EngineCounters, EngineStats, collect_stats
+
+if TYPE_CHECKING:
+    from gapless.graphs.report import StepLog
 
 HEARTBEAT_S = 1.0
 MAX_FAILED_STEPS = 8

@@ -97,7 +97,7 @@ def _serve(open_engine: EngineOpener, channel: EngineChannel) -> int:
         gc.freeze()
         channel.send(Ready(info=engine.info))
         loop.run()
-    except Exception as error:
+    except BaseException as error:  # whatever it is, the other process is waiting for an answer
         channel.send(_failure(error, doing="running the engine"))
         return EXIT_FAILED
     finally:
@@ -105,7 +105,7 @@ def _serve(open_engine: EngineOpener, channel: EngineChannel) -> int:
     return 0
 
 
-def _failure(error: Exception, *, doing: str) -> Failed:
+def _failure(error: BaseException, *, doing: str) -> Failed:
     """A sentence for what a user can change, with the traceback in the log for everything else."""
     is_user_error = isinstance(error, GaplessError) and not isinstance(error, GraphError)
     if is_user_error:

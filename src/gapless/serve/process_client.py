@@ -124,9 +124,11 @@ class ProcessClient:
         if process is None:
             return 0
         self._is_draining = self._is_closing = True
-        if process.is_alive() and self._info is not None and self._death is None:
+        if process.is_alive() and self.is_alive:
             self._send(Shutdown(drain_s=drain_s))
             await self._join(drain_s + _EXIT_MARGIN_S)
+        elif self._failed is not None:
+            await self._join(_EXIT_MARGIN_S)  # it is on its way out
         if process.is_alive():
             process.kill()
             await self._join(_EXIT_MARGIN_S)
@@ -162,12 +164,17 @@ class ProcessClient:
         return None if self._process is None else self._process.pid
 
     @property
+    def is_alive(self) -> bool:
+        """Started, and neither dead nor closed."""
+        return self._info is not None and self._death is None
+
+    @property
     def is_draining(self) -> bool:
         return self._is_draining
 
     @property
     def is_healthy(self) -> bool:
-        if self._info is None or self._death is not None or self._is_draining:
+        if not self.is_alive or self._is_draining:
             return False
         return time.monotonic() - self._last_life_s <= self._stalled_after_s
 
