@@ -10,6 +10,10 @@ input features, ``O`` output features.
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -52,63 +56,98 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
     return launch_product(x_TI, weight_OI, bias_O, tiles, is_gated=True)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrices:
+    """The weights of one product in every layer, all of one shape, and the bias of the first."""
+
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None
+    is_gated: bool
+
+    def product(self, num_tokens: int) -> Product:
+        """Its shape with a bucket of tokens."""
+        return _product(num_tokens, self.weights[0], is_gated=self.is_gated)
+
+
 def launch_product(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: Tiles, *, is_gated: bool
 ) -> Tensor:
     """The product with given tiles: for the operators above, and for timing them."""
-    num_tokens, num_rows = x_TI.shape[0], weight_OI.shape[0]
-    num_out = num_rows // 2 if is_gated else num_rows
-    out_TO = torch.empty((num_tokens, num_out), dtype=x_TI.dtype, device=x_TI.device)
-    if num_tokens == 0 or num_out == 0:
+    num_out = weight_OI.shape[0] // 2 if is_gated else weight_OI.shape[0]
+    out_TO = torch.empty((x_TI.shape[0], num_out), dtype=x_TI.dtype, device=x_TI.device)
+    if out_TO.numel() == 0:
         return out_TO
-    assert x_TI.stride(1) == weight_OI.stride(1) == 1
-    args: list[Any] = [
-        x_TI,
-        weight_OI,
-        weight_OI if bias_O is None else bias_O,
-        out_TO,
-        x_TI.stride(0),
-        weight_OI.stride(0),
-        num_out,
-    ]
-    constants: dict[str, Any] = {"NUM_IN": x_TI.shape[1], "NUM_EARLY": tiles.num_early}
-    if tiles.on_tensor_cores:
-        args.append(num_tokens)
-        kernel = _kernels().tile_kernel
-        constants |= {
-            "TOKENS_PAD": max(token_bucket(num_tokens), 8),
-            "SPLIT": tiles.split,
-            "PREFETCH": tiles.prefetch,
-        }
-    else:
-        kernel = _kernels().gemv_kernel
-        constants |= {"NUM_TOKENS": num_tokens}
-    kernel[(-(-num_rows // tiles.block_o),)](
-        *args,
-        **constants,
-        BLOCK_O=tiles.block_o,
-        BLOCK_I=tiles.block_i,
-        IS_GATED=is_gated,
-        HAS_BIAS=bias_O is not None,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **launch_options(x_TI.device),
-    )
+    kernel, args, constants = _arguments(x_TI, weight_OI, bias_O, out_TO, tiles, is_gated=is_gated)
+    kernel[(-(-weight_OI.shape[0] // tiles.block_o),)](*args, **constants)
     return out_TO
 
 
+def compile_products(matrices: Iterable[Matrices]) -> None:
+    """Compile every kernel that these products will ask for, side by side: one after another, at their first
+    launches, they would take seconds of every start that does not find them in Triton's own store."""
+    from triton import AsyncCompileMode
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool, AsyncCompileMode(pool):
+        for group in matrices:
+            weight_OI, num_tokens = group.weights[0], 1
+            while num_tokens <= MAX_TOKENS:
+                product = group.product(num_tokens)
+                tiles = choose(product, weight_OI.device)
+                if tiles is not None:
+                    x_TI = weight_OI.new_empty((num_tokens, product.num_in))
+                    out_TO = weight_OI.new_empty((num_tokens, product.num_out))
+                    kernel, args, constants = _arguments(
+                        x_TI, weight_OI, group.bias, out_TO, tiles, is_gated=group.is_gated
+                    )
+                    kernel.warmup(*args, grid=(1,), **constants)
+                num_tokens *= 2
+
+
+def _arguments(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tensor, tiles: Tiles, *, is_gated: bool
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The kernel, its arguments and its constants."""
+    assert x_TI.stride(1) == weight_OI.stride(1) == 1
+    num_tokens, num_out = out_TO.shape
+    bias_or_any = weight_OI if bias_O is None else bias_O
+    args = [x_TI, weight_OI, bias_or_any, out_TO, x_TI.stride(0), weight_OI.stride(0), num_out]
+    constants: dict[str, Any] = {
+        "NUM_IN": x_TI.shape[1],
+        "BLOCK_O": tiles.block_o,
+        "BLOCK_I": tiles.block_i,
+        "NUM_EARLY": tiles.num_early,
+        "IS_GATED": is_gated,
+        "HAS_BIAS": bias_O is not None,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        **launch_options(x_TI.device),
+    }
+    if not tiles.on_tensor_cores:
+        return _kernels().gemv_kernel, args, {**constants, "NUM_TOKENS": num_tokens}
+    constants |= {
+        "TOKENS_PAD": max(token_bucket(num_tokens), 8),
+        "SPLIT": tiles.split,
+        "PREFETCH": tiles.prefetch,
+    }
+    return _kernels().tile_kernel, [*args, num_tokens], constants
+
+
 def _choose(x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Tiles | None:
-    if x_TI.shape[0] > MAX_TOKENS:
+    num_tokens = x_TI.shape[0]
+    if num_tokens > MAX_TOKENS:
         return None
+    return choose(_product(num_tokens, weight_OI, is_gated=is_gated), x_TI.device)
+
+
+def _product(num_tokens: int, weight_OI: Tensor, *, is_gated: bool) -> Product:
     num_rows, num_in = weight_OI.shape
-    product = Product(
-        num_tokens=token_bucket(x_TI.shape[0]),
+    return Product(
+        num_tokens=token_bucket(num_tokens),
         num_in=num_in,
         num_out=num_rows // 2 if is_gated else num_rows,
         is_gated=is_gated,
-        dtype=x_TI.dtype,
+        dtype=weight_OI.dtype,
     )
-    return choose(product, x_TI.device)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ is no candidate.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import statistics
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.linear import launch_product
+from gapless.kernels.linear import Matrices, launch_product
 from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, default_tiles, store_choices
 
 logger = logging.getLogger(__name__)
@@ -36,14 +35,6 @@ _GAIN = 0.98
 """A kernel of ours must be faster than cuBLAS by this factor: the compiled kernel costs start-up time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Matrices:
-    """The weights of one product in every layer."""
-
-    weights: tuple[Tensor, ...]
-    is_gated: bool
-
-
 Timer = Callable[[Callable[[], None]], float]
 
 
@@ -51,19 +42,12 @@ def tune_products(groups: Iterable[Matrices], *, timer: Timer | None = None) -> 
     """Time every bucket of tokens for every group, store the choices and return them."""
     choices: dict[Product, Tiles | None] = {}
     for group in groups:
-        num_rows, num_in = group.weights[0].shape
-        device, num_tokens = group.weights[0].device, 1
+        num_tokens = 1
         while num_tokens <= MAX_TOKENS:
-            product = Product(
-                num_tokens=num_tokens,
-                num_in=num_in,
-                num_out=num_rows // 2 if group.is_gated else num_rows,
-                is_gated=group.is_gated,
-                dtype=group.weights[0].dtype,
-            )
+            product = group.product(num_tokens)
             choices[product] = best_tiles(product, _enough(group.weights), timer or time_in_graph)
             num_tokens *= 2
-        store_choices(choices, device)
+        store_choices(choices, group.weights[0].device)
     return choices
 
 

@@ -21,7 +21,7 @@ from gapless.attention.base import Attention
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
-from gapless.models.fused import fused_hidden_states, fused_layers, fused_linear
+from gapless.models.fused import fused_hidden_states, fused_layers, fused_linear, prepare_products
 from gapless.models.layers import (
     HeadNorm,
     Linear,
@@ -120,10 +120,13 @@ class Decoder(nn.Module):
         return [block.attention.core for block in self.blocks]
 
     def pack(self) -> None:
-        """To be called once after loading: matrices take the form in which this device multiplies fastest."""
+        """To be called once after loading: matrices take the form in which this device multiplies fastest,
+        and kernels for them are compiled."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
+        if self.has_fused_kernels:
+            prepare_products(self)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         """Checkpoint tensor name (as Hugging Face has it) → where it goes. A tied head has no entry."""

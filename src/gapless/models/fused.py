@@ -9,20 +9,33 @@ merged heads, ``H`` query heads, ``D`` head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gapless.env import read_env
 from gapless.graphs.context import get_forward_context
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.linear import gate_up_silu, small_linear
+from gapless.kernels.linear import Matrices, compile_products, gate_up_silu, small_linear
 from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 
 if TYPE_CHECKING:
     from gapless.models.decoder import Decoder, DecoderAttention
     from gapless.models.layers import Linear, RMSNorm
+
+
+def prepare_products(model: Decoder) -> None:
+    """Once, with the weights in place and before anything is captured: compile the kernels of small products
+    (see ``kernels/linear.py``), which are timed first if the environment asks for that."""
+    matrices = [group for group in _all_matrices(model) if group.weights]
+    if read_env().tune_linear:
+        from gapless.kernels.linear_tuner import tune_products
+
+        tune_products(matrices)
+    compile_products(matrices)
 
 
 def fused_layers(model: Decoder, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
@@ -49,6 +62,19 @@ def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
     if linear.weight is None:
         return linear(hidden_TI)
     return small_linear(hidden_TI, linear.weight, linear.bias)
+
+
+def _all_matrices(model: Decoder) -> Iterator[Matrices]:
+    yield _matrices([block.attention.qkv for block in model.blocks])
+    yield _matrices([block.attention.out for block in model.blocks])
+    yield _matrices([block.mlp.gate_up for block in model.blocks], is_gated=True)
+    yield _matrices([block.mlp.down for block in model.blocks])
+    yield _matrices([model.lm_head])
+
+
+def _matrices(linears: Sequence[Linear], *, is_gated: bool = False) -> Matrices:
+    weights = tuple(linear.weight for linear in linears if linear.weight is not None)
+    return Matrices(weights=weights, bias=linears[0].bias, is_gated=is_gated)
 
 
 def _run_layers(model: Decoder, residual_TE: Tensor, normed_TE: Tensor, positions_T: Tensor) -> Tensor:

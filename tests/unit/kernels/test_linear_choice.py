@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gapless.kernels import linear_choice, linear_tuner
+from gapless.kernels.linear import Matrices
 from gapless.kernels.linear_choice import (
     MAX_TOKENS,
     Product,
@@ -22,7 +23,7 @@ from gapless.kernels.linear_choice import (
     store_path,
     token_bucket,
 )
-from gapless.kernels.linear_tuner import Matrices, best_tiles, candidates, tune_products
+from gapless.kernels.linear_tuner import best_tiles, candidates, tune_products
 
 CPU = torch.device("cpu")
 GEMV = Tiles(on_tensor_cores=False, block_o=8, block_i=1024, num_early=1, num_warps=4)
@@ -212,7 +213,7 @@ def test_a_candidate_that_does_not_fit_is_passed_over(monkeypatch: pytest.Monkey
 def test_tuning_stores_a_choice_for_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     timer_that_prefers(monkeypatch, lambda tiles: 1.0 if tiles is None else 0.5)
     weight = torch.randn(32, 64, dtype=torch.bfloat16)
-    groups = [Matrices(weights=(weight,), is_gated=gated) for gated in (False, True)]
+    groups = [Matrices(weights=(weight,), bias=None, is_gated=gated) for gated in (False, True)]
     choices = tune_products(groups)
     assert {(p.num_tokens, p.num_out, p.is_gated) for p in choices} == {
         (tokens, out, gated)
