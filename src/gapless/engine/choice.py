@@ -46,11 +46,20 @@ class Choice:
         self._num_told_chars = 0
         self._num_told_tokens = sequence.num_tokens
         self._has_told_end = False
+        self._is_plain = self._logprobs is None and not self._reads_every_token
+        """Tokens are only counted and looked up among those that end the choice."""
+        self._stop_token_ids = sequence.request.stop_token_ids
+        self._max_total_tokens = sequence.request.max_total_tokens
 
     def accept(self, token_id: int, candidates: Iterable[TokenLogprob] | None) -> Finish | None:
         """Take the token drawn next; say whether the choice ends with it."""
         sequence = self.sequence
         sequence.append_token(token_id)
+        if self._is_plain and token_id not in self._stop_token_ids:
+            num_tokens = len(sequence.token_ids)
+            if num_tokens < self._max_total_tokens:
+                self._num_text_tokens = num_tokens
+                return None
         if self._logprobs is not None and candidates is not None:
             self._logprobs.append(
                 {

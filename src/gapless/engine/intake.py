@@ -80,10 +80,13 @@ class Intake:
 
     def _check_token_ids(self, prompt: Iterable[int]) -> tuple[int, ...]:
         try:
-            given = list(prompt)
+            token_ids = tuple(prompt)
         except TypeError:
             raise RequestError(f"prompt={prompt!r}: must be a string or a list of token ids") from None
-        token_ids = tuple(_as_int(position, token_id) for position, token_id in enumerate(given))
+        if not {int}.issuperset(map(type, token_ids)):
+            token_ids = tuple(_as_int(position, token_id) for position, token_id in enumerate(token_ids))
+        if token_ids and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return token_ids
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(

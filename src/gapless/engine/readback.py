@@ -9,47 +9,50 @@ they lie in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.device.pinned import PinnedSlot
 
 _RING_SLOTS = 4
 
 
-@dataclass(frozen=True, slots=True)
 class Readback:
     """``host_R`` is valid once ``arrived`` returns."""
 
-    host_R: Tensor
-    arrived: Callable[[], Any]
+    __slots__ = ("_arrived", "_host_R")
+
+    def __init__(self, host_R: np.ndarray, arrived: Callable[[], Any]) -> None:
+        self._host_R, self._arrived = host_R, arrived
 
     def wait(self) -> list[int]:
-        self.arrived()
-        return self.host_R.tolist()
+        self._arrived()
+        return self._host_R.tolist()
 
 
 class ReadbackRing:
-    """Host memory for the tokens of the last few steps, at most ``max_rows`` each."""
+    """Host memory for the tokens (int64) of the last few steps, at most ``max_rows`` each."""
 
     def __init__(self, max_rows: int, device: GraphDevice) -> None:
         self._device = device
         self._next = 0
-        self._is_cuda = device.torch_device.type == "cuda"
-        if self._is_cuda:
-            shape = (_RING_SLOTS, max_rows)
-            self._slots = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            self._events = [torch.cuda.Event() for _ in range(_RING_SLOTS)]
+        self._slots: list[PinnedSlot] = []
+        if device.torch_device.type == "cuda":
+            self._slots = [PinnedSlot(8 * max_rows, device.torch_device) for _ in range(_RING_SLOTS)]
+        self._hosts: list[np.ndarray] = [slot.host.view(np.int64) for slot in self._slots]
 
     def start(self, tokens_R: Tensor) -> Readback:
         """Queue the copy on the current stream. An empty step is waited for too: its errors belong to it."""
-        if not self._is_cuda:
-            return Readback(tokens_R.clone(), self._device.synchronize)
-        slot, self._next = self._next, (self._next + 1) % _RING_SLOTS
-        host_R = self._slots[slot, : tokens_R.shape[0]]
-        host_R.copy_(tokens_R, non_blocking=True)
-        self._events[slot].record()
-        return Readback(host_R, self._events[slot].synchronize)
+        if not self._slots:
+            return Readback(tokens_R.numpy().copy(), self._device.synchronize)
+        index, self._next = self._next, (self._next + 1) % _RING_SLOTS
+        num_rows = tokens_R.shape[0]
+        slot = self._slots[index]
+        assert tokens_R.dtype is torch.int64
+        assert tokens_R.is_contiguous()
+        slot.fetch(tokens_R.data_ptr(), 8 * num_rows)
+        return Readback(self._hosts[index][:num_rows], slot.wait)

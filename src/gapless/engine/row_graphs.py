@@ -57,8 +57,9 @@ class RowGraphs:
         if self.padded_eager:
             self._log.count_eager(runner.phase, PADDED_EAGER)
             return runner.run(_descriptor(size), RuntimeMode.NONE, values, num_real=real)
+        results = runner.run(_descriptor(size), runner.strategy.runtime_mode, values, num_real=real)
         self._log.count_replay(runner.phase, runner.strategy, size, num_rows)
-        return runner.run(_descriptor(size), runner.strategy.runtime_mode, values, num_real=real)
+        return results
 
     def _find(self, runner: GraphRunner, num_rows: int) -> tuple[str, int | None]:
         if runner.strategy is Strategy.DISABLED:

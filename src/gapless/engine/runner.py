@@ -60,7 +60,10 @@ class ModelRunner:
         self._device = graphs.store.device
         self._drawer = TokenDrawer(graphs, rows, log)
         self._builder = BatchBuilder(
-            block_size=limits.block_size, max_num_reqs=limits.max_num_reqs, max_blocks=limits.max_blocks
+            block_size=limits.block_size,
+            max_num_reqs=limits.max_num_reqs,
+            max_num_tokens=limits.max_num_tokens,
+            max_blocks=limits.max_blocks,
         )
         self._layers = list(attention_layers)
         self._padded_eager = False
@@ -84,10 +87,11 @@ class ModelRunner:
             raise GaplessError("the runner has been shut down: its graphs and cache are gone")
         arrays = self._builder.build(batch)
         decision = self.dispatcher.dispatch(BatchShape(query_lens=arrays.query_lens))
-        sampled = [(i, entry) for i, entry in enumerate(batch.entries) if entry.samples]
-        with torch.no_grad(), self._device.stream_scope():
+        with torch.no_grad(), self._device.step_scope():
             greedy_R = self._forward(decision, arrays)
-            return self._drawer.draw([e for _, e in sampled], [i for i, _ in sampled], greedy_R)
+            return self._drawer.draw(
+                batch.sampled_entries, batch.sampled_positions, greedy_R, params=batch.sampling_params
+            )
 
     @contextmanager
     def padded_eager(self) -> Iterator[None]:
@@ -148,19 +152,16 @@ class ModelRunner:
             real = BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs, uniform=is_uniform)
             results = runner.run_eager(real, arrays.values, amend=amend)
         else:
-            descriptor, mode = decision.descriptor, decision.mode
-            if self._padded_eager:
-                mode = RuntimeMode.NONE
-                self.log.count_eager(decision.phase, PADDED_EAGER)
-            else:
-                bucket, num_real = (
-                    (descriptor.num_reqs, num_reqs)
-                    if descriptor.uniform
-                    else (descriptor.num_tokens, num_tokens)
-                )
-                self.log.count_replay(decision.phase, runner.strategy, bucket, num_real)
+            descriptor = decision.descriptor
+            mode = RuntimeMode.NONE if self._padded_eager else decision.mode
             num_real_rows = {"tokens": num_tokens, "reqs": num_reqs, "rows": num_reqs}
             results = runner.run(descriptor, mode, arrays.values, num_real=num_real_rows, amend=amend)
+            if self._padded_eager:
+                self.log.count_eager(decision.phase, PADDED_EAGER)
+            elif descriptor.uniform:
+                self.log.count_replay(decision.phase, runner.strategy, descriptor.num_reqs, num_reqs)
+            else:
+                self.log.count_replay(decision.phase, runner.strategy, descriptor.num_tokens, num_tokens)
         if owner is Phase.DECODE and self._graphs.decode_makes_logits:
             return self._keep_sampled(results[1], arrays, num_reqs)
         return self._run_head(arrays)

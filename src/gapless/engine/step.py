@@ -11,11 +11,13 @@ preempted while the step runs and the entry's table stays valid until the step h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gapless.engine.request import Sequence, SequenceState
+from gapless.engine.request import Sequence, SequenceState, distinct_params
+from gapless.sampling.params import SamplingParams
 
 
 class ScheduledSequence(NamedTuple):
@@ -52,12 +54,30 @@ class ScheduledSequence(NamedTuple):
         return sequence.state is SequenceState.FINISHED or sequence.generation != self.generation
 
 
+class DecodeRun:
+    """Consecutive steps that decode the same sequences, each one token further and in the same order.
+
+    Compared by identity: whoever keeps what he made of one step knows that only positions have moved on in
+    the next, when its ``step_id`` is one higher.
+    """
+
+    __slots__ = ("num_steps_left", "params")
+
+    def __init__(self, *, num_steps_left: int) -> None:
+        self.num_steps_left = num_steps_left
+        """Further steps before some sequence reaches its longest length."""
+        self.params: list[SamplingParams] | None = None
+        """What ``ScheduledBatch.sampling_params`` has found; the same in every step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
     """One step. Decodes come first, then prefill chunks; each group in order of arrival."""
 
     step_id: int
     entries: tuple[ScheduledSequence, ...]
+    run: DecodeRun | None = None
+    """What a step of pure decode belongs to, if its scheduler keeps account of that."""
 
     @property
     def num_reqs(self) -> int:
@@ -70,11 +90,30 @@ class ScheduledBatch:
     @property
     def is_decode(self) -> bool:
         """Pure decode: every entry is one. Anything else is a prefill step."""
-        return all(entry.is_decode for entry in self.entries)
+        return self.run is not None or all(entry.is_decode for entry in self.entries)
 
     @property
-    def sampled_entries(self) -> list[ScheduledSequence]:
+    def sampled_entries(self) -> Seq[ScheduledSequence]:
+        if self.run is not None:
+            return self.entries
         return [entry for entry in self.entries if entry.samples]
+
+    @property
+    def sampled_positions(self) -> Seq[int]:
+        """Where in ``entries`` the sampled ones are."""
+        if self.run is not None:
+            return range(len(self.entries))
+        return [position for position, entry in enumerate(self.entries) if entry.samples]
+
+    @property
+    def sampling_params(self) -> list[SamplingParams]:
+        """Of the sampled entries, each object once."""
+        run = self.run
+        if run is None:
+            return distinct_params(entry.sequence for entry in self.sampled_entries)
+        if run.params is None:
+            run.params = distinct_params(entry.sequence for entry in self.entries)
+        return run.params
 
 
 class TokenLogprob(NamedTuple):

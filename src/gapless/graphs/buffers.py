@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import GraphError
+from gapless.graphs.device.pinned import PinnedSlot
 
 _ALIGNMENT = 256
 """Bytes; keeps every view aligned for vectorised loads."""
@@ -59,13 +60,14 @@ class InputField:
 
 
 class InputViews:
-    """The views of one bucket: ``tensors`` at fixed device addresses, ``shapes`` their sizes."""
+    """The views of one bucket: ``tensors`` at fixed device addresses, ``shapes`` as plain tuples."""
 
     def __init__(
         self, sizes: dict[str, int], tensors: dict[str, Tensor], layout: dict[str, int], num_bytes: int
     ) -> None:
         self.sizes = sizes
         self.tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.layout = layout
         """Byte offset of each host field inside the staged buffer."""
         self.num_bytes = num_bytes
@@ -140,7 +142,9 @@ class StaticInputs:
             targets = views.staging[slot] = self._staging_targets(views, host)
         num_bytes = views.num_bytes
         for field, target in zip(self._host_fields, targets, strict=True):
-            value = np.asarray(values[field.name])
+            value = values[field.name]
+            if not isinstance(value, np.ndarray):
+                value = np.asarray(value)
             if field.by_column:
                 num_bytes = self._fill_columns(views.layout[field.name], host, target, value)
             else:
@@ -200,11 +204,11 @@ class StaticInputs:
     def _check(
         self, views: InputViews, values: Mapping[str, np.ndarray | Tensor], fields: tuple[InputField, ...]
     ) -> None:
-        differing = {f.name for f in fields} ^ values.keys()
-        if differing:
+        if len(values) != len(fields) or any(field.name not in values for field in fields):
+            differing = {f.name for f in fields} ^ values.keys()
             raise GraphError(f"inputs do not match the schema: {sorted(differing)} missing or unknown")
         for field in fields:
-            have, room = values[field.name].shape, views.tensors[field.name].shape
+            have, room = values[field.name].shape, views.shapes[field.name]
             if have == room:
                 continue
             if len(have) != len(room) or any(n > limit for n, limit in zip(have, room, strict=True)):
@@ -228,6 +232,9 @@ class StaticInputs:
             return
         if value.ndim == 1:
             n = value.shape[0]
+            if n == target.shape[0]:
+                target[:] = value
+                return
             target[:n] = value
             target[n:] = pad
             return
@@ -239,11 +246,14 @@ class StaticInputs:
         """Write a table's columns and clear what the load before left behind them; returns the bytes to
         stage."""
         num_rows, num_columns = value.shape
+        room = target.shape[1]
         target[:num_columns, :num_rows] = value.T
-        target[:num_columns, num_rows:] = 0
-        end = start + num_columns * target.shape[1] * target.itemsize
+        if num_rows < room:
+            target[:num_columns, num_rows:] = 0
+        end = start + num_columns * room * target.itemsize
         before, self._staged_bytes = self._staged_bytes, end
-        host[end:before] = 0
+        if before > end:
+            host[end:before] = 0
         return max(end, before)
 
     def _fill_device(self, field: InputField, target: Tensor, value: Tensor) -> None:
@@ -282,31 +292,23 @@ class _StagingRing:
     copy."""
 
     def __init__(self, packed: Tensor) -> None:
-        self._packed = packed
-        self._is_cuda = packed.device.type == "cuda"
+        self._address = packed.data_ptr()
         self._next = 0
-        if not self._is_cuda:
-            self._hosts = [packed.numpy()]
-            return
-        self._pinned = [
-            torch.empty(packed.numel(), dtype=torch.uint8, pin_memory=True) for _ in range(_RING_SLOTS)
-        ]
-        self._hosts = [t.numpy() for t in self._pinned]
-        self._events = [torch.cuda.Event() for _ in range(_RING_SLOTS)]
+        self._slots: list[PinnedSlot] = []
+        if packed.device.type == "cuda":
+            self._slots = [PinnedSlot(packed.nbytes, packed.device) for _ in range(_RING_SLOTS)]
+        self._hosts = [slot.host for slot in self._slots] or [packed.numpy()]
 
     def acquire(self) -> tuple[int, np.ndarray]:
         """The slot to write next and its memory, which no copy reads any more."""
-        if self._is_cuda:
-            self._events[self._next].synchronize()
+        if self._slots:
+            self._slots[self._next].wait()
         return self._next, self._hosts[self._next]
 
     def submit(self, num_bytes: int) -> None:
-        if not self._is_cuda:
-            return
-        slot = self._next
-        self._packed[:num_bytes].copy_(self._pinned[slot][:num_bytes], non_blocking=True)
-        self._events[slot].record()
-        self._next = (slot + 1) % _RING_SLOTS
+        if self._slots:
+            self._slots[self._next].send(self._address, num_bytes)
+            self._next = (self._next + 1) % _RING_SLOTS
 
 
 def dim_size(dim: str | int, sizes: Mapping[str, int]) -> int:

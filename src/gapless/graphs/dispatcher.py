@@ -32,6 +32,10 @@ MAX_PADDING_TOKENS = 64
 measured otherwise."""
 
 
+_MAX_KEPT = 4096
+"""Decisions that are remembered."""
+
+
 class EagerReason(enum.StrEnum):
     """Why a step runs without a graph."""
 
@@ -66,7 +70,7 @@ class Dispatch:
 
 class Dispatcher:
     """Make one with ``build``. ``drop`` and ``allow_padding`` are for start-up; ``dispatch`` never changes
-    anything."""
+    what it will say."""
 
     def __init__(
         self, plan: GraphPlan, *, max_reqs: int, sets: tuple[_GraphSet, ...], has_lora_graphs: bool
@@ -75,6 +79,8 @@ class Dispatcher:
         self._max_reqs = max_reqs
         self._sets = sets
         self._has_lora_graphs = has_lora_graphs
+        self._found: dict[tuple[bool, int, int, bool, bool], Dispatch] = {}
+        """Decisions made since the sets last changed; serving asks the same few over and over."""
         self._by_phase = {
             phase: _in_order(sets, phase, plan.phase(phase).strategy.runtime_mode) for phase in PLANNED_PHASES
         }
@@ -101,16 +107,28 @@ class Dispatcher:
     def drop(self, descriptor: BatchDescriptor, *, phase: Phase) -> None:
         """Forget a graph of ``phase`` whose capture failed; the next larger one serves its batches, or
         none."""
+        self._found.clear()
         self._set_of(descriptor, phase).drop(descriptor)
 
     def allow_padding(self, descriptor: BatchDescriptor, *, up_to: int) -> None:
         """A prefill graph was measured: with up to ``up_to`` pad tokens it is still faster than an eager
         step."""
+        self._found.clear()
         self._set_of(descriptor, Phase.PREFILL).allowed_padding[descriptor] = up_to
 
     def dispatch(self, shape: BatchShape) -> Dispatch:
         """The graph for this step, or the reason for running it eagerly."""
         is_decode = shape.is_uniform(self._plan.uniform_query_len)
+        question = (is_decode, shape.num_tokens, shape.num_reqs, shape.has_lora, shape.uses_cascade)
+        found = self._found.get(question)
+        if found is None:
+            if len(self._found) >= _MAX_KEPT:
+                self._found.clear()
+            found = self._found[question] = self._decide(shape, is_decode=is_decode)
+        return found
+
+    def _decide(self, shape: BatchShape, *, is_decode: bool) -> Dispatch:
+        """Depends on the counts and facts that ``dispatch`` asks by, and on nothing else of ``shape``."""
         phase = Phase.DECODE if is_decode else Phase.PREFILL
         reason = self._ineligible(shape, phase)
         if reason is not None:

@@ -101,13 +101,19 @@ class Program:
         """Run everything once on the current contents of the static inputs."""
         if self._is_reset:
             raise GraphError("this program was reset: its graphs are gone; capture it again")
-        with torch.no_grad():
-            if self._checks:
-                for check in self._checks:
-                    check()
-                self._checks.clear()
-            for step in self._steps:
-                step.run()
+        if torch.is_grad_enabled():  # asked first: leaving and entering the mode costs more than a launch
+            with torch.no_grad():
+                self._run_steps()
+        else:
+            self._run_steps()
+
+    def _run_steps(self) -> None:
+        if self._checks:
+            for check in self._checks:
+                check()
+            self._checks.clear()
+        for step in self._steps:
+            step.run()
 
     def reset(self) -> None:
         """Drop the recordings and every reference to captured arguments. Safe to call twice."""

@@ -32,7 +32,9 @@ class StepLog:
     timeline: Timeline = field(default_factory=Timeline)
 
     def count_replay(self, phase: Phase, strategy: Strategy, bucket: int, num_real: int) -> None:
-        counts = self.replays.setdefault((phase, strategy, bucket), StepCounts())
+        counts = self.replays.get((phase, strategy, bucket))
+        if counts is None:
+            counts = self.replays[phase, strategy, bucket] = StepCounts()
         counts.count += 1
         counts.tokens += num_real
         counts.padding += bucket - num_real

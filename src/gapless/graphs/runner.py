@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ class GraphRunner:
         self._sizes_of, self._make_dummy, self._make_batch = sizes_of, make_dummy, make_batch
         self._prologue = prologue
         self._buffers = [store.output(o.name, o.shape(inputs.max_sizes), o.dtype) for o in outputs]
-        self._batches: dict[BatchDescriptor, Any] = {}
+        self._buckets: dict[BatchDescriptor, _Bucket] = {}
         self._call: Callable[[InputViews], tuple[Tensor, ...]] = self._run_and_store
         if strategy is not Strategy.DISABLED:
             self._call = GraphWrapper(
@@ -142,12 +142,19 @@ class GraphRunner:
         longer.
         ``mode`` NONE runs padded eager.
         """
-        views = self.inputs.views(self._sizes_of(descriptor))
-        context = self._context(mode, descriptor, self._batch(views, descriptor))
-        results = self._run(views, context, values, num_real, amend)
-        if mode is not RuntimeMode.NONE:
-            self._count_replay(descriptor, num_real)
-        return results
+        bucket = self._bucket(descriptor)
+        results = self._run(bucket.views, bucket.contexts[mode], values, num_real, amend)
+        if mode is RuntimeMode.NONE:
+            return self._real_rows(results, num_real)
+        self._count_replay(bucket, num_real)
+        counts = tuple(num_real.items())
+        known = bucket.real_rows.get(counts)
+        if known is None or known[0] is not results:
+            known = results, self._real_rows(results, num_real)
+            if len(bucket.real_rows) >= _MAX_KEPT:
+                bucket.real_rows.clear()
+            bucket.real_rows[counts] = known
+        return known[1]
 
     def run_eager(
         self, descriptor: BatchDescriptor, values: Values, *, amend: Amend | None = None
@@ -157,7 +164,7 @@ class GraphRunner:
         views = self.inputs.transient_views(sizes)
         batch = self._make_batch(views, descriptor)
         context = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
-        return self._run(views, context, values, sizes, amend)
+        return self._real_rows(self._run(views, context, values, sizes, amend), sizes)
 
     def observe(
         self,
@@ -168,10 +175,10 @@ class GraphRunner:
         scope: AbstractContextManager[Any],
     ) -> tuple[Tensor, ...]:
         """Padded eager with ``scope`` around the call alone, for what watches ops; loading is left out."""
-        views = self.inputs.views(self._sizes_of(descriptor))
-        batch = self._batch(views, descriptor)
+        bucket = self._bucket(descriptor)
+        views = bucket.views
         self._load(views, values, num_real)
-        context = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=batch)
+        context = ForwardContext(mode=RuntimeMode.NONE, descriptor=descriptor, batch=bucket.batch)
         with torch.no_grad(), use_forward_context(context), scope:
             results = self._fn(views)
         return tuple(results)
@@ -218,8 +225,13 @@ class GraphRunner:
         amend: Amend | None,
     ) -> tuple[Tensor, ...]:
         self._load(views, values, num_real, amend)
+        if not torch.is_grad_enabled():  # as in every step of an engine; entering the mode again is not free
+            with use_forward_context(context):
+                return self._call(views)
         with torch.no_grad(), use_forward_context(context):
-            results = self._call(views)
+            return self._call(views)
+
+    def _real_rows(self, results: tuple[Tensor, ...], num_real: Mapping[str, int]) -> tuple[Tensor, ...]:
         return tuple(
             prefix_of(result, field.shape(num_real))
             for result, field in zip(results, self._outputs, strict=True)
@@ -251,30 +263,26 @@ class GraphRunner:
             self.inputs.load_on_device(views, {name: v for name, v in values.items() if name in on_device})
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
-        views, batch = self._warm_up(descriptor, times=self.store.device.num_warmups)
-        recording = self._context(self.strategy.runtime_mode, descriptor, batch)
-        with torch.no_grad(), use_forward_context(recording):
-            self._call(views)
+        bucket = self._warm_up(descriptor, times=self.store.device.num_warmups)
+        with torch.no_grad(), use_forward_context(bucket.contexts[self.strategy.runtime_mode]):
+            self._call(bucket.views)
 
-    def _warm_up(self, descriptor: BatchDescriptor, *, times: int) -> tuple[InputViews, Any]:
-        """Load the dummy batch and run it ``times`` in mode NONE; returns the bucket's views and batch."""
-        sizes = self._sizes_of(descriptor)
-        views = self.inputs.views(sizes)
-        self._load(views, self._make_dummy(descriptor), sizes)
-        batch = self._batch(views, descriptor)
-        eager = self._context(RuntimeMode.NONE, descriptor, batch)
-        with use_forward_context(eager):
-            warm_up(lambda: self._call(views), self.store.device, times)
-        return views, batch
+    def _warm_up(self, descriptor: BatchDescriptor, *, times: int) -> _Bucket:
+        """Load the dummy batch and run it ``times`` in mode NONE."""
+        bucket = self._bucket(descriptor)
+        self._load(bucket.views, self._make_dummy(descriptor), bucket.views.sizes)
+        with use_forward_context(bucket.contexts[RuntimeMode.NONE]):
+            warm_up(lambda: self._call(bucket.views), self.store.device, times)
+        return bucket
 
     def _run_and_store(self, views: InputViews) -> tuple[Tensor, ...]:
         results = self._fn(views)
         stored = []
-        for result, field, buffer in zip(results, self._outputs, self._buffers, strict=True):
-            shape = field.shape(views.sizes)
+        for result, output, buffer in zip(results, self._outputs, self._buffers, strict=True):
+            shape = output.shape(views.sizes)
             if result.shape != shape:
                 raise GraphError(
-                    f"output {field.name!r} has shape {tuple(result.shape)} where {shape} was declared"
+                    f"output {output.name!r} has shape {tuple(result.shape)} where {shape} was declared"
                 )
             target = prefix_of(buffer, shape)
             if not _is_same_memory(result, target):
@@ -282,29 +290,61 @@ class GraphRunner:
             stored.append(target)
         return tuple(stored)
 
-    def _batch(self, views: InputViews, descriptor: BatchDescriptor) -> Any:
-        # The batch is made of static views, so one object per descriptor serves every step.
-        found = self._batches.get(descriptor)
+    def _bucket(self, descriptor: BatchDescriptor) -> _Bucket:
+        found = self._buckets.get(descriptor)
         if found is None:
-            found = self._batches[descriptor] = self._make_batch(views, descriptor)
+            found = self._buckets[descriptor] = self._make_bucket(descriptor)
         return found
 
-    def _context(self, mode: RuntimeMode, descriptor: BatchDescriptor, batch: Any) -> ForwardContext:
-        """Of a run of a bucket."""
-        return ForwardContext(mode=mode, descriptor=descriptor, batch=batch, use_compiled=self.is_compiled)
+    def _make_bucket(self, descriptor: BatchDescriptor) -> _Bucket:
+        views = self.inputs.views(self._sizes_of(descriptor))
+        batch = self._make_batch(views, descriptor)
+        counted = ("tokens",) if "tokens" in views.sizes else tuple(views.sizes)
+        return _Bucket(
+            key=self._key(descriptor),
+            views=views,
+            batch=batch,
+            contexts={
+                mode: ForwardContext(
+                    mode=mode, descriptor=descriptor, batch=batch, use_compiled=self.is_compiled
+                )
+                for mode in RuntimeMode
+            },
+            counted=counted,
+            num_counted=math.prod(views.sizes[symbol] for symbol in counted),
+        )
 
     def _key(self, descriptor: BatchDescriptor) -> GraphKey:
         return GraphKey(self.phase, self.strategy.runtime_mode, descriptor)
 
-    def _count_replay(self, descriptor: BatchDescriptor, num_real: Mapping[str, int]) -> None:
-        entry = self.store.get(self._key(descriptor))
+    def _count_replay(self, bucket: _Bucket, num_real: Mapping[str, int]) -> None:
+        entry = self.store.get(bucket.key)
         assert entry is not None  # the wrapper would have raised
-        sizes = self._sizes_of(descriptor)
-        symbols = ("tokens",) if "tokens" in sizes else tuple(sizes)
-        real, padded = (math.prod(counts[s] for s in symbols) for counts in (num_real, sizes))
-        entry.row.replays += 1
-        entry.row.tokens += real
-        entry.row.padding += padded - real
+        num_counted = math.prod([num_real[symbol] for symbol in bucket.counted])
+        row = entry.row
+        row.replays += 1
+        row.tokens += num_counted
+        row.padding += bucket.num_counted - num_counted
+
+
+_MAX_KEPT = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """What every run of one descriptor needs. All of it is made of static views, so it is made once."""
+
+    key: GraphKey
+    views: InputViews
+    batch: Any
+    contexts: Mapping[RuntimeMode, ForwardContext]
+    counted: tuple[str, ...]
+    """Dimensions whose product the ledger counts as tokens, of which the bucket has ``num_counted``."""
+    num_counted: int
+    real_rows: dict[tuple[tuple[str, int], ...], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(
+        default_factory=dict
+    )
+    """By real counts: a graph's outputs and their real rows (at most ``_MAX_KEPT``)."""
 
 
 def prefix_of(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -21,6 +21,10 @@ from gapless.graphs.modes import Strategy
 class FakeStream:
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
+        self.is_idle = True
+
+    def query(self) -> bool:
+        return self.is_idle
 
     def wait_stream(self, other: FakeStream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -50,6 +54,7 @@ class FakeRuntime:
         self.log: list[str] = []
         self.outer = FakeStream(self.log, "outer")
         self.stream = self.outer
+        self.is_current = True
         self.uses: dict[tuple[int, int], int] = {}
         self.routed: set[tuple[int, int]] = set()
         self.graphs: list[FakeGraph] = []
@@ -78,6 +83,12 @@ class FakeRuntime:
             yield
         finally:
             self.stream = previous
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def is_current_device(self) -> bool:
+        return self.is_current
 
     def synchronize(self) -> None:
         assert self.capturing is None
@@ -382,6 +393,35 @@ def test_stream_scope_is_restored_after_an_exception_and_nests(cuda, runtime):
     with pytest.raises(ValueError), cuda.stream_scope(), cuda.stream_scope():
         fail()
     assert runtime.stream is runtime.outer
+    assert runtime.log.count("side waits for outer") == runtime.log.count("outer waits for side") == 1
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_step_waits_for_the_work_around_it_only_if_there_is_any(cuda, runtime, is_idle):
+    runtime.outer.is_idle = is_idle
+    with cuda.step_scope():
+        assert runtime.stream is not runtime.outer
+    assert runtime.stream is runtime.outer
+    assert runtime.log.count("side waits for outer") == (not is_idle)
+    assert runtime.log.count("outer waits for side") == 0
+
+
+def test_step_scope_is_restored_after_an_exception_and_nests_in_either_scope(cuda, runtime):
+    with pytest.raises(ValueError), cuda.step_scope(), cuda.step_scope():
+        fail()
+    assert runtime.stream is runtime.outer
+    with cuda.stream_scope():
+        inside = runtime.stream
+        with cuda.step_scope():
+            assert runtime.stream is inside
+        assert runtime.stream is inside
+    assert runtime.stream is runtime.outer
+
+
+def test_a_step_on_a_device_that_is_not_current_waits_both_ways(cuda, runtime):
+    runtime.is_current = False
+    with cuda.step_scope():
+        assert runtime.stream is not runtime.outer
     assert runtime.log.count("side waits for outer") == runtime.log.count("outer waits for side") == 1
 
 

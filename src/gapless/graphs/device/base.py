@@ -109,6 +109,11 @@ class GraphDevice(Protocol):
     def stream_scope(self) -> AbstractContextManager[None]:
         """Run the block on the long-lived stream that captures use (a no-op on a CPU)."""
 
+    def step_scope(self) -> AbstractContextManager[None]:
+        """``stream_scope`` for steps that follow each other closely: what was queued before the block is
+        waited for, but nothing outside waits for the block. Whoever reads what a step has written waits for
+        its result on the host first."""
+
     def synchronize(self) -> None: ...
 
     def memory(self, pool: Pool | None = None) -> MemoryReading: ...

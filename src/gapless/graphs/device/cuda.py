@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -227,6 +228,13 @@ class CudaDevice:
         finally:
             outer.wait_stream(self._stream)
 
+    def step_scope(self) -> AbstractContextManager[None]:
+        return (
+            _StepScope(self._runtime, self._stream)
+            if self._runtime.is_current_device()
+            else self.stream_scope()
+        )
+
     def synchronize(self) -> None:
         self._runtime.synchronize()
 
@@ -294,6 +302,35 @@ class CudaDevice:
         self._runtime.do_some_work()
         self._runtime.end(graph)
         return graph
+
+
+class _StepScope:
+    """``CudaDevice.step_scope``. Events between two streams, both ways in every step, cost 50 us of CPU and a
+    gap between steps; a stream that is idle, as the caller's is between steps, needs none."""
+
+    __slots__ = ("_outer", "_runtime", "_stream")
+
+    def __init__(self, runtime: CudaRuntime, stream: Any) -> None:
+        self._runtime, self._stream = runtime, stream
+        self._outer: Any = None
+
+    def __enter__(self) -> None:
+        outer = self._runtime.current_stream()
+        if outer == self._stream:
+            return
+        if not outer.query():
+            self._stream.wait_stream(outer)
+        self._runtime.set_stream(self._stream)
+        self._outer = outer
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._outer is not None:
+            self._runtime.set_stream(self._outer)
 
 
 _MAX_ADDRESS = 1 << 64

@@ -36,6 +36,13 @@ class CudaRuntime:
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
+    def set_stream(self, stream: Any) -> None:
+        """Make ``stream`` the thread's current one; the device must be the current one already."""
+        torch.cuda.set_stream(stream)
+
+    def is_current_device(self) -> bool:
+        return torch.cuda.current_device() == self._device.index
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 

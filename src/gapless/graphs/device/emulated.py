@@ -224,6 +224,9 @@ class EmulatedDevice:
     def stream_scope(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def step_scope(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @contextmanager
     def eager_arena(self) -> Iterator[Arena]:
         """Route what eager ops allocate through a first-fit arena of its own, so that "returned at a fresh
