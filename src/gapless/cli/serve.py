@@ -173,6 +173,8 @@ def _set_up_logging(level: str) -> None:
     uvicorn.setLevel(level.upper())
     uvicorn.propagate = False
     uvicorn.handlers = list(ours.handlers)
+    if level == "info":  # its life is told by us; the name is uvicorn's own, not a sign of trouble
+        logging.getLogger("uvicorn.error").setLevel("WARNING")
 
 
 def _require_extra() -> None:
