@@ -177,6 +177,8 @@ def batch(model: Any, arguments: argparse.Namespace) -> Iterator[Generate]:
 def compiled(model: Any) -> Generate:
     from transformers import CompileConfig
 
+    if model.device.type != "cuda":
+        raise RuntimeError(f"generate() does not compile on {model.device.type}, so there is nothing to time")
     config = CompileConfig(mode="reduce-overhead", fullgraph=False, dynamic=False)
 
     def generate(prompts: list[list[int]], tokens: int) -> None:

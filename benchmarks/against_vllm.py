@@ -16,13 +16,15 @@ are imported from where Python finds them. Options after ``--`` go to ``one_engi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ratios import OURS, Part, compare, merge_parts, table_lines, unmeasured
 
@@ -105,19 +107,14 @@ def run_part(
     print(f"{engine}, {model.name} …", file=sys.stderr, flush=True)
     fresh, log = path.with_suffix(".new"), path.with_suffix(".log")
     start = time.monotonic()
+    fresh.unlink(missing_ok=True)
     with log.open("w") as output:
-        try:
-            code = subprocess.run(
-                command(engine, model, fresh, arguments),
-                env=environment(engine, arguments),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"not ready after {seconds:.0f} s; run again with more time"
-    if code != 0 or not fresh.exists():
+        code = run_group(
+            command(engine, model, fresh, arguments), environment(engine, arguments), output, seconds
+        )
+    if code is None and not fresh.exists():
+        return f"not ready after {seconds:.0f} s; run again with more time"
+    if not fresh.exists():
         last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
         return f"exit code {code}: {last[:300]}"
     found = json.loads(fresh.read_text())
@@ -126,6 +123,22 @@ def run_part(
     path.write_text(json.dumps(marked, indent=1) + "\n")
     fresh.unlink()
     return None
+
+
+def run_group(words: list[str], env: dict[str, str], output: IO[str], seconds: float) -> int | None:
+    """The exit code, or None after ``seconds``. Nothing that it started outlives it: engines have workers,
+    and a worker that stays would keep the GPU's memory from the next engine."""
+    process = subprocess.Popen(
+        words, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def command(engine: str, model: Path, output: Path, arguments: argparse.Namespace) -> list[str]:

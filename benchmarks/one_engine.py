@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import runpy
 import sys
@@ -173,10 +172,26 @@ def run_script(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     words = [arguments.config, arguments.mode or DEFAULT_MODES[arguments.engine]]
     for option in ("prefill", "decode", "repeats", "out_len", "max_len"):
         words += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    with command_line([name, *words]), contextlib.redirect_stdout(io.StringIO()) as printed:
+    printed = Overheard(sys.stdout)
+    with command_line([name, *words]), contextlib.redirect_stdout(printed):  # type: ignore[type-var]
         runpy.run_path(str(arguments.peers / name), run_name="__main__")
-    lines = [line for line in printed.getvalue().splitlines() if line.startswith("{")]
+    lines = [line for line in "".join(printed.texts).splitlines() if line.startswith("{")]
     return json.loads(lines[-1])
+
+
+class Overheard:
+    """Standard output with what was written to it. All else is the real one's: engines ask for its fileno."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.texts.append(text)
+        return self._out.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
 
 
 @contextlib.contextmanager
