@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapless.attention.base import AttentionMetadata
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.triton_paged import TritonPagedBackend
 from ragged_batches import RaggedBatch, make_batch, run_backend
@@ -161,6 +162,82 @@ def test_a_captured_launch_serves_every_batch_of_its_bucket() -> None:
         torch.testing.assert_close(
             expected.double(), reference(batch, scale=0.3, window=None), atol=5e-6, rtol=5e-6
         )
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("num_heads", [8, 14])
+def test_split_decode_replays_with_growing_lengths_and_interleaved_buckets(
+    num_heads: int, window: int | None
+) -> None:
+    """Two buckets with different numbers of splits share the cache and replay in turn while requests grow."""
+    backend, block_size, columns, scale = TritonPagedBackend(), 16, 160, 0.2
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache_shape = (1 + 8 * columns, block_size, 2, 64)
+    caches = [torch.full(cache_shape, math.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    order = torch.randperm(8 * columns, generator=torch.Generator().manual_seed(1)).view(8, columns) + 1
+    table = order.int().cuda()
+    graphs = {}
+    for num_reqs in (1, 8):
+        query = torch.empty(num_reqs, num_heads, 64, dtype=torch.bfloat16, device="cuda")
+        metadata = AttentionMetadata(
+            query_start_loc=torch.zeros(num_reqs + 1, dtype=torch.int32, device="cuda"),
+            seq_lens=torch.zeros(num_reqs, dtype=torch.int32, device="cuda"),
+            block_table=table[:num_reqs],
+            slot_mapping=torch.zeros(num_reqs, dtype=torch.int32, device="cuda"),
+            max_query_len=1,
+            max_seq_len=columns * block_size,
+        )
+        out = torch.empty_like(query)
+        backend.attend(query, *caches, out, metadata, scale=scale, window=window)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            backend.attend(query, *caches, out, metadata, scale=scale, window=window)
+        graphs[num_reqs] = (graph, query, metadata, out)
+    written = 0
+    for length in (1, 2, 63, 64, 65, 170, 500, 1023, 1024, 2400):
+        for row in range(8):
+            positions = torch.arange(written, length, device="cuda")
+            for cache in caches:
+                fresh = torch.randn(len(positions), 2, 64, generator=generator, device="cuda")
+                cache[table[row, positions // block_size].long(), positions % block_size] = fresh.bfloat16()
+        written = length
+        for num_reqs, (graph, query, metadata, out) in graphs.items():
+            lengths = torch.tensor([max(length - 3 * row, 0) for row in range(num_reqs)], device="cuda")
+            metadata.seq_lens.copy_(lengths)
+            metadata.query_start_loc[1:].copy_((lengths > 0).cumsum(0))
+            query.normal_(generator=generator)
+            out.fill_(math.nan)
+            graph.replay()
+            expected = torch.empty(out.shape, dtype=torch.float64, device="cuda")
+            doubles = (t.double() for t in (query, *caches))
+            TorchReferenceBackend().attend(*doubles, expected, metadata, scale=scale, window=window)
+            torch.testing.assert_close(out.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_repeated_split_decode_gives_the_same_bits() -> None:
+    batch = make_batch(
+        [(4000, 1), (70, 1)], num_heads=8, head_size=128, dtype=torch.bfloat16, max_query_len=1, device="cuda"
+    )
+    first = run_backend(TritonPagedBackend(), batch, scale=0.1, window=None).clone()
+    for _ in range(20):
+        batch.out.fill_(math.nan)
+        assert torch.equal(run_backend(TritonPagedBackend(), batch, scale=0.1, window=None), first)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1), (12, 2), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_long_prefill(num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None) -> None:
+    compare(
+        [(0, 1100), (700, 300), (40, 1), (0, 0), (0, 77)],
+        window=window,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=128,
+        dtype=dtype,
+        pad_tokens=30,
+    )
 
 
 def test_offsets_reach_past_two_to_the_31_elements() -> None:

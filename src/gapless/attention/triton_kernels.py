@@ -1,12 +1,16 @@
-"""The Triton kernels behind ``triton_paged.py``: write to the paged cache, and attend over it.
+"""The Triton kernels of the cache write and of prefill and mixed batches (``triton_decode.py`` has decode).
 
-Apart so that only a program that uses them imports Triton. ``TRITON_INTERPRET=1`` before the first import
-runs them on CPU tensors (that is how they are tested without a GPU). Nothing here reads data on the host: a
-launch depends on shapes and host upper bounds only, so a captured launch is right for every batch that fits.
+A prefill program takes a tile of queries of the heads that share a key/value head, and walks the keys: first
+the tiles of keys that every query of it sees, without any mask, then those at the edges. Programs are few
+whatever the number of request slots, and take tiles by a stride, longest first. Everything data-dependent is
+read on the device.
 
-Shapes in names: T tokens, B requests, H query heads, K key/value heads, G = H / K, D head size, N cache
-blocks, S slots per block. A program's tile holds ``BLOCK_M = BLOCK_Q * GROUP_PAD`` rows: BLOCK_Q query tokens
-times the heads that share one key/value head, so keys and values are loaded once for the group.
+``EARLY`` kernels are launched while the kernel before them still runs, and let the next one start early too.
+Before ``gdc_wait`` they read only the step's static inputs (starts, lengths, block table); they write
+nothing.
+
+Shapes: T tokens, H query heads, K key/value heads, D head size (padded to a power of 2), M rows of a query
+tile, N keys of a tile.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Triton reads global names as compile-time constants only when they are tl.constexpr.
-LOG2_E = tl.constexpr(1.4426950408889634)
+from gapless.attention.triton_tiles import LOG2_E, attend_keys, clear_pad_rows
+
+REQUESTS_AT_ONCE = tl.constexpr(256)
 
 # mypy: allow-untyped-defs
 
@@ -56,7 +61,7 @@ def write_kv_kernel(
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_stride_b", "table_stride_m"])
-def paged_attention_kernel(
+def prefill_attention_kernel(
     query_THD,
     k_cache,
     v_cache,
@@ -71,7 +76,6 @@ def paged_attention_kernel(
     query_stride_h,
     out_stride_t,
     out_stride_h,
-    cache_stride_n,
     cache_stride_s,
     cache_stride_k,
     table_stride_b,
@@ -79,107 +83,120 @@ def paged_attention_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    PACK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    ONE_TILE_PER_REQUEST: tl.constexpr,
+    SPLIT_LOOP: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program per (query tile, key/value head). ``WINDOW`` 0 means all keys.
+    """Programs (pack of query heads, tile of queries); a program takes every ``num_programs``-th tile.
 
     Tiles are numbered so that no table of tiles is needed: request b's begin at ``query_start_loc[b] //
-    BLOCK_Q + b``, which leaves each request at least as many as it needs; a binary search over b inverts
-    that.
+    BLOCK_Q + b``, which leaves each request at least as many as it needs. They are taken from the last to the
+    first, because the last tile of a request sees most keys.
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_head = tl.program_id(0) * PACK
+    kv_head = first_head // GROUP
+    program = tl.program_id(1)
     dim = tl.arange(0, HEAD_PAD)
     is_dim = dim < HEAD_SIZE
-
-    # Pad rows: every program clears its share of the rows past the last request.
-    end_of_batch = tl.load(query_start_loc + num_reqs)
-    if (tile + 1) * BLOCK_Q > end_of_batch:
-        pad_row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        is_pad = (pad_row >= end_of_batch) & (pad_row < num_tokens)
-        zeros = tl.zeros([BLOCK_Q, HEAD_PAD], dtype=tl.float32).to(out_THD.dtype.element_ty)
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            pointer = (
-                out_THD + pad_row.to(tl.int64)[:, None] * out_stride_t + head * out_stride_h + dim[None, :]
-            )
-            tl.store(pointer, zeros, mask=is_pad[:, None] & is_dim[None, :])
-
-    if ONE_TILE_PER_REQUEST:
-        request = tile
-        query_start = tl.load(query_start_loc + request)
-        first_query = 0
-    else:
-        request = 0
-        above = num_reqs
-        while above - request > 1:
-            middle = (request + above) // 2
-            if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
-                request = middle
-            else:
-                above = middle
-        query_start = tl.load(query_start_loc + request)
-        first_query = (tile - query_start // BLOCK_Q - request) * BLOCK_Q
-    num_queries = tl.load(query_start_loc + request + 1) - query_start
-    if first_query >= num_queries:
-        return
-
-    num_keys = tl.load(seq_lens + request)
-    first_position = num_keys - num_queries + first_query
-    row = tl.arange(0, BLOCK_Q * GROUP_PAD)
-    token_in_tile = row // GROUP_PAD
-    head_in_group = row % GROUP_PAD
-    position_M = first_position + token_in_tile
-    is_row = (first_query + token_in_tile < num_queries) & (head_in_group < GROUP)
-    token = (query_start + first_query + token_in_tile).to(tl.int64)
-    head = kv_head * GROUP + head_in_group
-    is_element = is_row[:, None] & is_dim[None, :]
-    query_pointer = (
-        query_THD + token[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :]
-    )
-    query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
-
-    best_M = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), dtype=tl.float32)
-    total_M = tl.zeros([BLOCK_Q * GROUP_PAD], dtype=tl.float32)
-    sum_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
-    # Keys up to the tile's last query; with a window, from the first key its first query sees.
-    end_key = tl.minimum(first_position + BLOCK_Q, num_keys)
-    first_key = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    row = tl.arange(0, BLOCK_Q * PACK)
+    token_in_tile = row // PACK
+    head = first_head + row % PACK
     scale_log2 = scale * LOG2_E
-    for start in range(first_key, end_key, BLOCK_N):
-        key_N = start + tl.arange(0, BLOCK_N)
-        # Masked by length: slots past it may never have been written, and NaN times a zero weight is NaN.
-        is_key = key_N < num_keys
-        column_N = key_N // BLOCK_SIZE * table_stride_m
-        block_N = tl.load(block_table + request * table_stride_b + column_N, mask=is_key, other=0)
-        slot_N = block_N.to(tl.int64) * cache_stride_n + (key_N % BLOCK_SIZE) * cache_stride_s
-        slot_N += kv_head * cache_stride_k
-        is_cached = is_key[:, None] & is_dim[None, :]
-        keys_ND = tl.load(k_cache + slot_N[:, None] + dim[None, :], mask=is_cached, other=0.0)
-        score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision=DOT_PRECISION) * scale_log2
-        visible_MN = (key_N[None, :] <= position_M[:, None]) & is_key[None, :]
-        if WINDOW > 0:
-            visible_MN = visible_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
-        score_MN = tl.where(visible_MN, score_MN, float("-inf"))
-        new_best_M = tl.maximum(best_M, tl.max(score_MN, 1))
-        # A row may have seen no key yet (window): -inf minus -inf would be NaN.
-        pivot_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
-        weight_MN = tl.exp2(score_MN - pivot_M[:, None])
-        decay_M = tl.exp2(best_M - pivot_M)
-        total_M = total_M * decay_M + tl.sum(weight_MN, 1)
-        values_ND = tl.load(v_cache + slot_N[:, None] + dim[None, :], mask=is_cached, other=0.0)
-        sum_MD = sum_MD * decay_M[:, None]
-        sum_MD += tl.dot(weight_MN.to(values_ND.dtype), values_ND, input_precision=DOT_PRECISION)
-        best_M = new_best_M
+    k_head = k_cache + kv_head * cache_stride_k
+    v_head = v_cache + kv_head * cache_stride_k
 
-    # Rows that only fill the tile have no visible key when a window is short: keep their division quiet.
-    result_MD = sum_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
-    out_pointer = out_THD + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dim[None, :]
-    tl.store(out_pointer, result_MD.to(out_THD.dtype.element_ty), mask=is_element)
+    end_of_batch = tl.load(query_start_loc + num_reqs)
+    num_used = _count_requests(query_start_loc, num_reqs, end_of_batch, 1, 0)
+    num_tiles = end_of_batch // BLOCK_Q + num_used
+    num_rounds = tl.cdiv(num_tiles - program, tl.num_programs(1))
+    if EARLY:
+        # What came before are the step's static inputs; queries and keys are the last kernel's.
+        tl.extra.cuda.gdc_wait()
+    pad_row = end_of_batch // BLOCK_Q * BLOCK_Q + program * BLOCK_Q
+    while pad_row < num_tokens:
+        clear_pad_rows(
+            out_THD, pad_row, end_of_batch, num_tokens, first_head, out_stride_t, out_stride_h,
+            HEAD_SIZE, HEAD_PAD, PACK, BLOCK_Q,
+        )  # fmt: skip
+        pad_row += tl.num_programs(1) * BLOCK_Q
+
+    for round in range(0, num_rounds):
+        tile = num_tiles - 1 - program - round * tl.num_programs(1)
+        request = _count_requests(query_start_loc, num_reqs, tile + 1, BLOCK_Q, 1) - 1
+        query_start = tl.load(query_start_loc + request)
+        num_queries = tl.load(query_start_loc + request + 1) - query_start
+        first_query = (tile - query_start // BLOCK_Q - request) * BLOCK_Q
+        if first_query < num_queries:
+            num_keys = tl.load(seq_lens + request)
+            table_row = block_table + request * table_stride_b
+            first_position = num_keys - num_queries + first_query
+            position_M = first_position + token_in_tile
+            token = (query_start + first_query + token_in_tile).to(tl.int64)
+            is_element = (first_query + token_in_tile < num_queries)[:, None] & is_dim[None, :]
+            query_pointer = (
+                query_THD + token[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :]
+            )
+            query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
+            best_M = tl.full([BLOCK_Q * PACK], float("-inf"), dtype=tl.float32)
+            total_M = tl.zeros([BLOCK_Q * PACK], dtype=tl.float32)
+            sum_MD = tl.zeros([BLOCK_Q * PACK, HEAD_PAD], dtype=tl.float32)
+
+            # Keys up to the tile's last query; with a window, from the first key its first query sees.
+            end_key = tl.minimum(first_position + BLOCK_Q, num_keys)
+            first_key = 0
+            if WINDOW > 0:
+                first_key = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            if SPLIT_LOOP:
+                # Every row sees the keys up to the first query's position, but for the window's edge.
+                inner_end = (first_position + 1) // BLOCK_N * BLOCK_N
+                if WINDOW > 0:
+                    inner_start = tl.maximum(first_position + BLOCK_Q - WINDOW, 0)
+                    inner_start = tl.minimum(tl.cdiv(inner_start, BLOCK_N) * BLOCK_N, end_key)
+                    inner_start = tl.maximum(inner_start, first_key)
+                    best_M, total_M, sum_MD = attend_keys(
+                        query_MD, best_M, total_M, sum_MD, position_M, k_head, v_head, table_row, first_key,
+                        inner_start, num_keys, scale_log2, cache_stride_s, table_stride_m,
+                        HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, True, DOT_PRECISION,
+                    )  # fmt: skip
+                    first_key = inner_start
+                    inner_end = tl.maximum(inner_end, first_key)
+                best_M, total_M, sum_MD = attend_keys(
+                    query_MD, best_M, total_M, sum_MD, position_M, k_head, v_head, table_row, first_key,
+                    inner_end, num_keys, scale_log2, cache_stride_s, table_stride_m,
+                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, False, DOT_PRECISION,
+                )  # fmt: skip
+                first_key = inner_end
+            best_M, total_M, sum_MD = attend_keys(
+                query_MD, best_M, total_M, sum_MD, position_M, k_head, v_head, table_row, first_key,
+                end_key, num_keys, scale_log2, cache_stride_s, table_stride_m,
+                HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW, True, DOT_PRECISION,
+            )  # fmt: skip
+
+            # Rows that only fill the tile have no visible key when a window is short: keep their division
+            # quiet.
+            result_MD = sum_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
+            out_pointer = (
+                out_THD + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dim[None, :]
+            )
+            tl.store(out_pointer, result_MD.to(out_THD.dtype.element_ty), mask=is_element)
+
+
+@triton.jit
+def _count_requests(query_start_loc, num_reqs, bound, BLOCK_Q: tl.constexpr, STEP: tl.constexpr):
+    """How many requests b have ``query_start_loc[b] // BLOCK_Q + b * STEP < bound``. Loads side by side: a
+    binary search would wait for one after another."""
+    count = 0
+    for start in range(0, num_reqs, REQUESTS_AT_ONCE):
+        request = start + tl.arange(0, REQUESTS_AT_ONCE)
+        is_request = request < num_reqs
+        first = tl.load(query_start_loc + request, mask=is_request, other=0)
+        is_below = is_request & (first // BLOCK_Q + request * STEP < bound)
+        count += tl.sum(is_below.to(tl.int32), 0)
+    return count

@@ -12,23 +12,23 @@ kernels and their numbering of tiles are in ``triton_kernels.py``; the oracle is
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
+from gapless.attention.tile_rules import DecodeTile, PrefillTile, decode_tile, prefill_tile
 from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
 from gapless.graphs.ops import register_custom_op
+from gapless.kernels.select import launch_options, next_power_of_2
 
 MAX_HEAD_SIZE = 256
-_MIN_TILE_ROWS = 16
-"""The smallest matrix product Triton's ``dot`` takes."""
-_TILE_BYTES = 16 * 1024
-"""Bytes of one tile of keys: keys and values of two stages then fit in shared memory for every dtype."""
+_SPARE_TILES = 16
+"""Requests of a prefill step that may begin a tile of their own before programs take more than one tile."""
 
 
 class TritonPagedBackend:
@@ -96,7 +96,7 @@ def triton_write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=k_cache.shape[1],
-        ROW_PAD=_next_power_of_2(num_kv_heads * head_size),
+        ROW_PAD=next_power_of_2(num_kv_heads * head_size),
     )
 
 
@@ -115,76 +115,131 @@ def triton_paged_attention(
 ) -> None:
     """Causal attention over the paged cache; the contract is ``AttentionBackend.attend``."""
     _check_layout(query_THD, out_THD, k_cache, v_cache)
+    if not scale > 0:
+        raise ConfigError(f"triton_paged needs a positive scale, not {scale}")
     num_tokens, num_heads, head_size = query_THD.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
     if num_tokens == 0:
         return
     group = num_heads // num_kv_heads
-    tile = _choose_tile(
-        group=group, head_size=head_size, itemsize=query_THD.element_size(), max_query_len=max_query_len
-    )
-    one_tile_per_request = max_query_len <= tile.block_q and num_tokens <= num_reqs * tile.block_q
-    num_tiles = num_reqs if one_tile_per_request else num_tokens // tile.block_q + num_reqs
-    _kernels().paged_attention_kernel[(num_tiles, num_kv_heads)](
-        query_THD,
-        k_cache,
-        v_cache,
-        out_THD,
-        query_start_loc,
-        seq_lens,
-        block_table,
+    arguments = (
         num_reqs,
         num_tokens,
         scale,
-        query_THD.stride(0),
-        query_THD.stride(1),
-        out_THD.stride(0),
-        out_THD.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        block_table.stride(0),
-        block_table.stride(1),
-        HEAD_SIZE=head_size,
-        HEAD_PAD=max(_next_power_of_2(head_size), 16),
-        GROUP=group,
-        GROUP_PAD=_next_power_of_2(group),
-        BLOCK_SIZE=k_cache.shape[1],
+        *query_THD.stride()[:2],
+        *out_THD.stride()[:2],
+        *k_cache.stride()[1:3],
+        *block_table.stride(),
+    )
+    options: dict[str, Any] = {
+        "HEAD_SIZE": head_size,
+        "HEAD_PAD": max(next_power_of_2(head_size), 16),
+        "GROUP": group,
+        "BLOCK_SIZE": k_cache.shape[1],
+        "WINDOW": window or 0,
+        "DOT_PRECISION": "ieee" if query_THD.dtype == torch.float32 else "tf32",
+        **launch_options(query_THD.device),
+    }
+    tensors = (query_THD, k_cache, v_cache, out_THD)
+    batch = (query_start_loc, seq_lens, block_table)
+    decode = decode_tile(
+        group=group,
+        head_size=head_size,
+        itemsize=query_THD.element_size(),
+        max_query_len=max_query_len,
+        num_programs=num_reqs * num_kv_heads,
+        max_keys=block_table.shape[1] * k_cache.shape[1],
+    )
+    if decode is not None and num_tokens <= num_reqs * decode.block_q:
+        _decode(decode, tensors, batch, arguments, options)
+    else:
+        prefill = prefill_tile(
+            group=group,
+            head_size=head_size,
+            itemsize=query_THD.element_size(),
+            num_tokens=num_tokens,
+        )
+        _prefill(prefill, tensors, batch, arguments, options)
+
+
+def _prefill(
+    tile: PrefillTile,
+    tensors: tuple[Tensor, ...],
+    batch: tuple[Tensor, ...],
+    arguments: tuple[int | float, ...],
+    options: dict[str, Any],
+) -> None:
+    num_tokens, num_heads, _ = tensors[0].shape
+    num_reqs = batch[1].shape[0]
+    # Each request may end with a tile of its own. Programs take several tiles, so there need not be one for
+    # every request slot of the bucket: most slots are empty.
+    num_tiles = max(-(-num_tokens // tile.block_q) + min(num_reqs, _SPARE_TILES), 1)
+    _kernels().prefill_attention_kernel[(num_heads // tile.pack, num_tiles)](
+        *tensors,
+        *batch,
+        *arguments,
+        **options,
+        PACK=tile.pack,
         BLOCK_Q=tile.block_q,
         BLOCK_N=tile.block_n,
-        WINDOW=window or 0,
-        ONE_TILE_PER_REQUEST=one_tile_per_request,
-        DOT_PRECISION="ieee" if query_THD.dtype == torch.float32 else "tf32",
+        SPLIT_LOOP=tile.split_loop,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Tile:
-    block_q: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-def _choose_tile(*, group: int, head_size: int, itemsize: int, max_query_len: int) -> _Tile:
-    """Small tiles for decode, where only ``group`` rows are real and the keys' bytes decide; large ones for
-    prefill, where each tile of keys should serve many queries."""
-    group_pad = _next_power_of_2(group)
-    head_bytes = max(_next_power_of_2(head_size), 16) * itemsize
-    block_n = min(max(_TILE_BYTES // head_bytes, 16), 64)
-    wanted_rows = _next_power_of_2(max_query_len) * group_pad
-    most_rows = 128 if head_bytes <= 256 else 64 if head_bytes <= 512 else 32
-    rows = max(_MIN_TILE_ROWS, group_pad, min(wanted_rows, most_rows))
-    return _Tile(
-        block_q=rows // group_pad,
-        block_n=block_n,
-        num_warps=8 if rows >= 128 and head_bytes >= 256 else 4,
-        # Two stages of the pipeline go to the block table, which tells where the keys are; so five keep two
-        # tiles of keys and values in flight, three keep one.
-        num_stages=5 if rows <= 32 else 3,
+def _decode(
+    tile: DecodeTile,
+    tensors: tuple[Tensor, ...],
+    batch: tuple[Tensor, ...],
+    arguments: tuple[int | float, ...],
+    options: dict[str, Any],
+) -> None:
+    query_THD, k_cache, _, out_THD = tensors
+    num_heads, num_kv_heads = query_THD.shape[1], k_cache.shape[2]
+    query_start_loc, seq_lens, _ = batch
+    num_reqs = seq_lens.shape[0]
+    group_pad = next_power_of_2(num_heads // num_kv_heads)
+    shape = (num_reqs, num_kv_heads, tile.num_splits, tile.block_q * group_pad)
+    # With one split nothing is stored in them, and any tensor will do.
+    part = stat = seq_lens
+    if tile.num_splits > 1:
+        part = query_THD.new_empty((*shape, options["HEAD_PAD"]), dtype=torch.float32)
+        stat = query_THD.new_empty((*shape, 2), dtype=torch.float32)
+    shared = {
+        "GROUP_PAD": group_pad,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_N": tile.block_n,
+    }
+    kernels = _kernels()
+    kernels.decode_attention_kernel[(num_kv_heads, num_reqs, tile.num_splits)](
+        *tensors,
+        part,
+        stat,
+        *batch,
+        *arguments[:2],
+        tile.min_keys,
+        *arguments[2:],
+        **options,
+        **shared,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
+    if tile.num_splits > 1:
+        del options["BLOCK_SIZE"], options["DOT_PRECISION"]
+        kernels.combine_splits_kernel[(num_heads, num_reqs, tile.block_q)](
+            part,
+            stat,
+            out_THD,
+            query_start_loc,
+            seq_lens,
+            tile.num_splits,
+            tile.min_keys,
+            *out_THD.stride()[:2],
+            **options,
+            **shared,
+            SPLITS_PAD=next_power_of_2(tile.num_splits),
+        )
 
 
 def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -195,8 +250,17 @@ def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: 
         )
     if new_THD.shape[2] > MAX_HEAD_SIZE:
         raise ConfigError(f"triton_paged handles head sizes up to {MAX_HEAD_SIZE}, not {new_THD.shape[2]}")
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ConfigError("triton_paged needs key and value caches of one layout with contiguous heads")
+    num_blocks, block_size, _, _ = k_cache.shape
+    stride_n, stride_s, _, stride_d = k_cache.stride()
+    if k_cache.stride() != v_cache.stride() or stride_d != 1 or stride_n != block_size * stride_s:
+        raise ConfigError(
+            "triton_paged needs key and value caches of one layout, with contiguous heads and no gaps "
+            f"between blocks, not strides {k_cache.stride()} and {v_cache.stride()}"
+        )
+    if num_blocks * block_size >= 1 << 31:
+        raise ConfigError(
+            f"triton_paged counts cache slots in 32 bits: {num_blocks * block_size} are too many"
+        )
     if new_THD.stride(2) != 1 or other_THD.stride(2) != 1:
         raise ConfigError("triton_paged needs contiguous heads (last stride 1)")
 
@@ -206,15 +270,16 @@ def _is_interpreted() -> bool:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def _kernels() -> SimpleNamespace:
     try:
-        from gapless.attention import triton_kernels
+        from gapless.attention import triton_decode, triton_kernels
     except ImportError as error:
         raise ConfigError(
             f"attention backend triton_paged needs Triton, which cannot be imported ({error}); install triton"
         ) from error
-    return triton_kernels
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << (value - 1).bit_length()
+    return SimpleNamespace(
+        write_kv_kernel=triton_kernels.write_kv_kernel,
+        prefill_attention_kernel=triton_kernels.prefill_attention_kernel,
+        decode_attention_kernel=triton_decode.decode_attention_kernel,
+        combine_splits_kernel=triton_decode.combine_splits_kernel,
+    )

@@ -4,15 +4,14 @@ interpreting."""
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gapless.attention import triton_kernels
-from gapless.attention.triton_paged import _choose_tile, _next_power_of_2
+from gapless.attention import triton_decode, triton_kernels
+from gapless.attention.tile_rules import decode_tile, prefill_tile
+from gapless.kernels.select import next_power_of_2
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -26,6 +25,8 @@ def compile_kernel(kernel: triton.JITFunction, dtype: torch.dtype, constants: di
             signature[name] = "fp32"
         elif name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
             signature[name] = "*i32"
+        elif name.startswith(("part_", "stat_")):
+            signature[name] = "*fp32"
         elif name.endswith(("_THD", "_TKD", "_cache")):
             signature[name] = "*" + _TYPE_NAMES[dtype]
     places = {name: index for index, name in enumerate(kernel.arg_names)}
@@ -48,24 +49,44 @@ def main() -> None:
         (1, 80, torch.float16),
         (2, 32, torch.float32),
     ]
-    for (group, head_size, dtype), max_query_len in itertools.product(shapes, (1, 512)):
-        tile = _choose_tile(
-            group=group, head_size=head_size, itemsize=dtype.itemsize, max_query_len=max_query_len
-        )
-        constants = {
+    for group, head_size, dtype in shapes:
+        common = {
             "HEAD_SIZE": head_size,
-            "HEAD_PAD": _next_power_of_2(head_size),
+            "HEAD_PAD": next_power_of_2(head_size),
             "GROUP": group,
-            "GROUP_PAD": _next_power_of_2(group),
+            "EARLY": True,
+        }
+        both = {
+            **common,
             "BLOCK_SIZE": 16,
-            "BLOCK_Q": tile.block_q,
-            "BLOCK_N": tile.block_n,
-            "WINDOW": 100 if max_query_len == 1 else 0,
-            "ONE_TILE_PER_REQUEST": max_query_len == 1,
             "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         }
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        print(compile_kernel(triton_kernels.paged_attention_kernel, dtype, constants, options))
+        size = {"group": group, "head_size": head_size, "itemsize": dtype.itemsize}
+        prefill = prefill_tile(**size, num_tokens=4096)
+        constants = {
+            **both,
+            "PACK": prefill.pack,
+            "BLOCK_Q": prefill.block_q,
+            "BLOCK_N": prefill.block_n,
+            "WINDOW": 100 if group == 1 else 0,
+            "SPLIT_LOOP": prefill.split_loop,
+        }
+        options = {"num_warps": prefill.num_warps, "num_stages": prefill.num_stages}
+        print(compile_kernel(triton_kernels.prefill_attention_kernel, dtype, constants, options))
+
+        decode = decode_tile(**size, max_query_len=1, num_programs=8, max_keys=8192)
+        assert decode is not None
+        constants = {
+            "GROUP_PAD": next_power_of_2(group),
+            "BLOCK_Q": decode.block_q,
+            "BLOCK_N": decode.block_n,
+            "WINDOW": 100,
+        }
+        options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
+        kernel = triton_decode.decode_attention_kernel
+        print(compile_kernel(kernel, dtype, {**both, **constants}, options))
+    merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
+    print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
 
 
 if __name__ == "__main__":

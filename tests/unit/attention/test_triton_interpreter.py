@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gapless.attention import triton_paged
+from gapless.attention.tile_rules import DecodeTile, PrefillTile, decode_tile, prefill_tile
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.triton_paged import TritonPagedBackend, triton_write_kv
 from gapless.errors import ConfigError
@@ -118,11 +119,19 @@ def test_ragged_batches_equal_the_reference(
 
 
 @interpreted
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("spare_tiles", [-2, 16], ids=["programs take tiles in turn", "one tile each"])
+@pytest.mark.parametrize("split_loop", [True, False])
 @pytest.mark.parametrize("tile_rows", [16, 64])
-def test_a_request_that_spans_many_tiles(monkeypatch: pytest.MonkeyPatch, tile_rows: int) -> None:
-    tile = triton_paged._Tile(block_q=tile_rows // 2, block_n=16, num_warps=4, num_stages=2)
-    monkeypatch.setattr(triton_paged, "_choose_tile", lambda **_: tile)
-    compare([(5, 50), (0, 0), (0, 33), (17, 1), (3, 64)], head_size=16, pad_tokens=40)
+def test_a_request_that_spans_many_tiles(
+    monkeypatch: pytest.MonkeyPatch, tile_rows: int, split_loop: bool, spare_tiles: int, window: int | None
+) -> None:
+    tile = PrefillTile(
+        block_q=tile_rows // 2, pack=2, block_n=16, num_warps=4, num_stages=2, split_loop=split_loop
+    )
+    monkeypatch.setattr(triton_paged, "prefill_tile", lambda **_: tile)
+    monkeypatch.setattr(triton_paged, "_SPARE_TILES", spare_tiles)
+    compare([(5, 30), (0, 0), (0, 33), (17, 1)], head_size=16, pad_tokens=20, window=window)
 
 
 @interpreted
@@ -180,7 +189,12 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[tuple[int, ...], dict[str, Any], list[Any]]] = []
-        kernels = SimpleNamespace(write_kv_kernel=self, paged_attention_kernel=self)
+        kernels = SimpleNamespace(
+            write_kv_kernel=self,
+            prefill_attention_kernel=self,
+            decode_attention_kernel=self,
+            combine_splits_kernel=self,
+        )
         monkeypatch.setattr(triton_paged, "_kernels", lambda: kernels)
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
@@ -197,43 +211,81 @@ def test_a_launch_depends_on_shapes_and_bounds_never_on_data(
     monkeypatch: pytest.MonkeyPatch, max_query_len: int | None
 ) -> None:
     launches = Launches(monkeypatch)
+    num_tokens = 3 if max_query_len else 100
     for requests in ([(5, 1), (9, 1), (0, 1)], [(30, 1), (0, 0), (20, 2)], [(0, 1), (0, 0), (0, 0)]):
         batch = make_batch(
             requests,
-            pad_tokens=3 - sum(new for _, new in requests),
-            table_columns=4,
+            pad_tokens=num_tokens - sum(new for _, new in requests),
+            table_columns=20,
             max_query_len=max_query_len,
         )
         run_backend(TritonPagedBackend(), batch, scale=0.3, window=None)
-    assert launches.seen[0::2] == [launches.seen[0]] * 3
-    assert launches.seen[1::2] == [launches.seen[1]] * 3
+    step = len(launches.seen) // 3
+    assert step == (3 if max_query_len else 2), "cache write, attention, and the merge of decode's splits"
+    assert launches.seen == launches.seen[:step] * 3
 
 
-@pytest.mark.parametrize("max_query_len", [1, 5, 64, 4096])
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 512, 4096])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_size", [32, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 32, 128])
+def test_prefill_tiles_fit_the_hardware(group: int, head_size: int, itemsize: int, num_tokens: int) -> None:
+    tile = prefill_tile(group=group, head_size=head_size, itemsize=itemsize, num_tokens=num_tokens)
+    assert group % tile.pack == 0, "a program's heads share a key/value head"
+    assert_fits(tile.block_q * tile.pack, tile.block_n, tile.num_stages, head_size, itemsize)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 2, 5])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_size", [32, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 8, 32])
-def test_tiles_fit_the_hardware(group: int, head_size: int, itemsize: int, max_query_len: int) -> None:
-    tile = triton_paged._choose_tile(
-        group=group, head_size=head_size, itemsize=itemsize, max_query_len=max_query_len
-    )
+def test_decode_tiles_fit_the_hardware(group: int, head_size: int, itemsize: int, max_query_len: int) -> None:
+    tile = choose_decode(group=group, head_size=head_size, itemsize=itemsize, max_query_len=max_query_len)
+    if tile is None:
+        assert max_query_len * group > 32, "only many rows are left to prefill tiles"
+        return
     group_pad = 1 << (group - 1).bit_length()
-    rows = tile.block_q * group_pad
+    assert tile.block_q >= max_query_len
+    assert_fits(tile.block_q * group_pad, tile.block_n, tile.num_stages, head_size, itemsize)
+
+
+def assert_fits(rows: int, block_n: int, num_stages: int, head_size: int, itemsize: int) -> None:
     assert rows >= 16, "the smallest matrix product"
     assert rows & (rows - 1) == 0
-    assert tile.block_n >= 16
+    assert block_n >= 16
     head_bytes = (1 << (head_size - 1).bit_length()) * itemsize
-    keys_and_values = 2 * tile.num_stages * tile.block_n * head_bytes
-    queries = rows * head_bytes
-    assert keys_and_values + queries <= 227 * 1024, "shared memory of one Hopper SM"
+    keys_and_values = 2 * num_stages * block_n * head_bytes
+    assert keys_and_values + rows * head_bytes <= 227 * 1024, "shared memory of one Hopper SM"
 
 
-def test_long_prefill_uses_larger_query_tiles_than_decode() -> None:
-    decode, prefill = (
-        triton_paged._choose_tile(group=4, head_size=128, itemsize=2, max_query_len=n) for n in (1, 4096)
-    )
+def choose_decode(**options: Any) -> DecodeTile | None:
+    defaults = {"group": 4, "head_size": 128, "itemsize": 2, "max_query_len": 1}
+    return decode_tile(**{**defaults, "num_programs": 8, "max_keys": 8192, **options})
+
+
+def test_long_prefill_uses_larger_query_tiles_than_decode_and_short_prefill() -> None:
+    short, long = (prefill_tile(group=4, head_size=128, itemsize=2, num_tokens=n) for n in (64, 4096))
+    decode = choose_decode()
+    assert decode is not None
     assert decode.block_q * 4 == 16
-    assert prefill.block_q > decode.block_q
+    assert long.block_q > max(short.block_q, decode.block_q)
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    few, many, short = (choose_decode(**o) for o in ({}, {"num_programs": 1024}, {"max_keys": 64}))
+    assert few is not None
+    assert many is not None
+    assert short is not None
+    assert few.num_splits == 16
+    assert many.num_splits == short.num_splits == 1
+
+
+def test_prefill_programs_do_not_grow_with_empty_request_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    for num_slots in (17, 250):
+        batch = make_batch([(0, 100)] + [(0, 0)] * (num_slots - 1), head_size=128)
+        run_backend(TritonPagedBackend(), batch, scale=0.3, window=None)
+    assert launches.seen[1][0] == launches.seen[3][0]
 
 
 def test_an_empty_step_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +305,17 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_fit_its_shared_memory(tmp_path
     )
     assert result.returncode == 0, result.stderr[-3000:]
     shared = [int(line) for line in result.stdout.split()]
-    assert len(shared) == 9
+    assert len(shared) == 10
     assert max(shared) <= 227 * 1024
 
 
 # What is refused
+
+
+def test_a_scale_that_is_not_positive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Launches(monkeypatch)
+    with pytest.raises(ConfigError, match="positive scale, not -1"):
+        run_backend(TritonPagedBackend(), make_batch([(0, 1)]), scale=-1.0, window=None)
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+"""Tile shapes and numbers of splits of the Triton attention kernels, as rules of shapes alone.
+
+No autotuner: nothing may be compiled, timed or synchronised while a stream is capturing, and a bucket must
+launch the same way every time. The rules come from sweeps on one H200 (``benchmarks/attention_kernels.py``).
+Invariant: whatever a rule says fits in the shared memory of a Hopper SM. Used by ``triton_paged.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gapless.kernels.select import next_power_of_2
+
+MIN_TILE_ROWS = 16
+"""The smallest matrix product Triton's ``dot`` takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillTile:
+    """``block_q`` queries of ``pack`` heads against ``block_n`` keys at a time."""
+
+    block_q: int
+    pack: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    split_loop: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTile:
+    """``block_q`` queries of all heads of a key/value head; ``num_splits`` programs share the keys, each
+    taking ``min_keys`` or more."""
+
+    block_q: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_splits: int
+    min_keys: int
+
+
+def prefill_tile(*, group: int, head_size: int, itemsize: int, num_tokens: int) -> PrefillTile:
+    """Large tiles where each tile of keys serves many queries; for short steps smaller ones, of which two run
+    on a multiprocessor, without the second loop, whose pipeline would have to fill up once more."""
+    head_bytes = _head_bytes(head_size, itemsize)
+    is_long = num_tokens >= _LONG_PREFILL and head_bytes <= 256
+    most_rows = 128 if is_long else 64
+    # The largest power of 2 that divides the group: no row of a tile is wasted.
+    pack = min(group & -group, most_rows)
+    rows = min(most_rows, max(MIN_TILE_ROWS, pack * next_power_of_2(num_tokens)))
+    return PrefillTile(
+        block_q=rows // pack,
+        pack=pack,
+        block_n=128 if is_long else _block_n(head_bytes),
+        num_warps=8 if is_long else 4,
+        num_stages=3,
+        split_loop=num_tokens >= _LONG_PREFILL,
+    )
+
+
+def decode_tile(
+    *, group: int, head_size: int, itemsize: int, max_query_len: int, num_programs: int, max_keys: int
+) -> DecodeTile | None:
+    """``num_programs``: requests times key/value heads, which splits multiply; ``max_keys``: what a block
+    table can hold. None where queries are too many for one tile."""
+    group_pad = next_power_of_2(group)
+    head_bytes = _head_bytes(head_size, itemsize)
+    rows = max(MIN_TILE_ROWS, group_pad * next_power_of_2(max_query_len))
+    if rows > max(_MAX_DECODE_ROWS, group_pad):
+        return None
+    num_splits = 1
+    while (
+        num_splits < _MAX_SPLITS
+        and num_splits * num_programs * 2 <= _ENOUGH_PROGRAMS
+        and num_splits * _MIN_KEYS < max_keys
+    ):
+        num_splits *= 2
+    # Programs of one warp waste least of a multiprocessor when there are many of them.
+    is_narrow = num_programs >= 2 * _ENOUGH_PROGRAMS and rows == MIN_TILE_ROWS and head_bytes <= 256
+    return DecodeTile(
+        block_q=rows // group_pad,
+        block_n=32 if is_narrow else _block_n(head_bytes),
+        num_warps=1 if is_narrow else 4,
+        num_stages=3 if is_narrow or head_bytes > 256 else 4,
+        num_splits=num_splits,
+        min_keys=_MIN_KEYS,
+    )
+
+
+_LONG_PREFILL = 1024
+"""Tokens from which large tiles win: at 512 they leave multiprocessors idle."""
+_ENOUGH_PROGRAMS = 256
+"""About two for each of 132 multiprocessors. More splits only add to the merge."""
+_MAX_SPLITS = 16
+_MIN_KEYS = 64
+_MAX_DECODE_ROWS = 64
+
+
+def _head_bytes(head_size: int, itemsize: int) -> int:
+    return max(next_power_of_2(head_size), MIN_TILE_ROWS) * itemsize
+
+
+def _block_n(head_bytes: int) -> int:
+    """Keys of 16 KiB or less, so that three stages of keys and values fit in shared memory."""
+    return 64 if head_bytes <= 256 else 32 if head_bytes <= 512 else 16

@@ -1,0 +1,181 @@
+"""Decode by Triton: every request is one tile of queries, and its keys are split among programs.
+
+The number of splits is part of the grid and fixed by the bucket; how many keys each takes follows from the
+request's length on the device, so short requests use few splits and the others end at once. Each split
+leaves its running softmax in scratch memory; ``combine_splits_kernel`` merges them in the order of the splits
+(never of arrival), so results are the same from run to run. A request of one split writes its output
+directly.
+
+Scratch is written before it is read in every launch, and nothing persists between launches. Shapes: B
+requests, P packs of query heads (the heads of a key/value head), M rows of a query tile, S splits, N keys of
+a tile, D head size padded to a power of 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gapless.attention.triton_tiles import LOG2_E, attend_keys, clear_pad_rows
+
+# mypy: allow-untyped-defs
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "min_keys", "table_stride_b", "table_stride_m"])
+def decode_attention_kernel(
+    query_THD,
+    k_cache,
+    v_cache,
+    out_THD,
+    part_BPSMD,
+    stat_BPS2M,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    num_reqs,
+    num_tokens,
+    min_keys,
+    scale,
+    query_stride_t,
+    query_stride_h,
+    out_stride_t,
+    out_stride_h,
+    cache_stride_s,
+    cache_stride_k,
+    table_stride_b,
+    table_stride_m,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Programs (key/value head, request, split)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+    query_start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - query_start
+    num_keys = tl.load(seq_lens + request)
+    end_of_batch = tl.load(query_start_loc + num_reqs)
+    num_splits = tl.num_programs(2)
+    first_key, keys_per_split, num_used = share_keys(
+        num_keys, num_queries, num_splits, min_keys, BLOCK_N, WINDOW
+    )
+    first_key += split * keys_per_split
+    end_key = tl.minimum(first_key + keys_per_split, num_keys)
+    if EARLY:
+        # What came before are the step's static inputs; queries and keys are the last kernel's.
+        tl.extra.cuda.gdc_wait()
+    if split == 0:
+        clear_pad_rows(
+            out_THD, request * BLOCK_Q, end_of_batch, num_tokens, kv_head * GROUP, out_stride_t, out_stride_h,
+            HEAD_SIZE, HEAD_PAD, GROUP, BLOCK_Q,
+        )  # fmt: skip
+    if (num_queries <= 0) | (split >= num_used):
+        return
+
+    dim = tl.arange(0, HEAD_PAD)
+    row = tl.arange(0, BLOCK_Q * GROUP_PAD)
+    query = row // GROUP_PAD
+    token = (query_start + query).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP_PAD
+    is_row = (query < num_queries) & (row % GROUP_PAD < GROUP)
+    is_element = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
+    query_pointer = (
+        query_THD + token[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :]
+    )
+    query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
+    best_M = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), dtype=tl.float32)
+    total_M = tl.zeros([BLOCK_Q * GROUP_PAD], dtype=tl.float32)
+    sum_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+    best_M, total_M, sum_MD = attend_keys(
+        query_MD, best_M, total_M, sum_MD, num_keys - num_queries + query, k_cache + kv_head * cache_stride_k,
+        v_cache + kv_head * cache_stride_k, block_table + request * table_stride_b, first_key, end_key,
+        num_keys, scale * LOG2_E, cache_stride_s, table_stride_m, HEAD_SIZE, BLOCK_SIZE,
+        BLOCK_N, WINDOW, True, DOT_PRECISION,
+    )  # fmt: skip
+
+    if num_used == 1:
+        result_MD = sum_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
+        out_pointer = out_THD + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dim[None, :]
+        tl.store(out_pointer, result_MD.to(out_THD.dtype.element_ty), mask=is_element)
+    else:
+        place = ((request * tl.num_programs(0) + kv_head) * num_splits + split).to(tl.int64)
+        place = place * (BLOCK_Q * GROUP_PAD)
+        tl.store(stat_BPS2M + 2 * place + row, best_M, mask=is_row)
+        tl.store(stat_BPS2M + 2 * place + BLOCK_Q * GROUP_PAD + row, total_M, mask=is_row)
+        part = part_BPSMD + (place + row)[:, None] * HEAD_PAD + dim[None, :]
+        tl.store(part, sum_MD, mask=is_element)
+
+
+@triton.jit(do_not_specialize=["num_splits", "min_keys"])
+def combine_splits_kernel(
+    part_BPSMD,
+    stat_BPS2M,
+    out_THD,
+    query_start_loc,
+    seq_lens,
+    num_splits,
+    min_keys,
+    out_stride_t,
+    out_stride_h,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Programs (query head, request, query): the weighted mean of what the splits found."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    query = tl.program_id(2)
+    query_start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - query_start
+    num_keys = tl.load(seq_lens + request)
+    _, _, num_used = share_keys(num_keys, num_queries, num_splits, min_keys, BLOCK_N, WINDOW)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if (query >= num_queries) | (num_used <= 1):
+        return
+
+    dim = tl.arange(0, HEAD_PAD)
+    split = tl.arange(0, SPLITS_PAD)
+    is_used = split < num_used
+    num_kv_heads = tl.num_programs(0) // GROUP
+    place = ((request * num_kv_heads + head // GROUP) * num_splits + split).to(tl.int64)
+    place = place * (BLOCK_Q * GROUP_PAD)
+    row = query * GROUP_PAD + head % GROUP
+    best_S = tl.load(stat_BPS2M + 2 * place + row, mask=is_used, other=float("-inf"))
+    total_S = tl.load(stat_BPS2M + 2 * place + BLOCK_Q * GROUP_PAD + row, mask=is_used, other=0.0)
+    part = part_BPSMD + (place + row)[:, None] * HEAD_PAD + dim[None, :]
+    part_SD = tl.load(part, mask=is_used[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+    # Some split holds the query's own key, so the best of them is finite.
+    weight_S = tl.exp2(best_S - tl.max(best_S, 0))
+    result_D = tl.sum(part_SD * weight_S[:, None], 0) / tl.sum(total_S * weight_S, 0)
+    out = out_THD + (query_start + query).to(tl.int64) * out_stride_t + head * out_stride_h + dim
+    tl.store(out, result_D.to(out_THD.dtype.element_ty), mask=dim < HEAD_SIZE)
+
+
+@triton.jit
+def share_keys(num_keys, num_queries, num_splits, min_keys, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """First key of a request; keys of each split, a multiple of ``BLOCK_N``; how many splits have any."""
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(num_keys - num_queries - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    keys_per_split = tl.maximum(tl.cdiv(num_keys - first_key, num_splits), min_keys)
+    keys_per_split = tl.cdiv(keys_per_split, BLOCK_N) * BLOCK_N
+    return first_key, keys_per_split, tl.cdiv(num_keys - first_key, keys_per_split)
