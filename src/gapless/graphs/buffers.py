@@ -96,6 +96,7 @@ class StaticInputs:
         self._host_fields = tuple(f for f in fields if not f.on_device)
         self._device_fields = tuple(f for f in fields if f.on_device)
         self.device_names = frozenset(f.name for f in fields if f.on_device)
+        self._host_names = frozenset(f.name for f in fields if not f.on_device)
         self._views: dict[tuple[tuple[str, int], ...], InputViews] = {}
         _, capacity = self._pack(self.max_sizes)
         # static: written in place for the life of this object, never rebound
@@ -133,7 +134,7 @@ class StaticInputs:
         ``values`` must name exactly the declared host inputs. A value may be smaller than its view in any
         dimension, never larger (``GraphError``). Checks run before the first byte is written.
         """
-        self._check(views, values, self._host_fields)
+        self._check(views, values, self._host_fields, self._host_names)
         if not self._host_fields:
             return
         slot, host = self._ring.acquire()
@@ -147,6 +148,8 @@ class StaticInputs:
                 value = np.asarray(value)
             if field.by_column:
                 num_bytes = self._fill_columns(views.layout[field.name], host, target, value)
+            elif value.shape == target.shape:
+                target[...] = value
             else:
                 self._fill_host(field, target, value)
         self._ring.submit(num_bytes)
@@ -154,7 +157,7 @@ class StaticInputs:
     def load_on_device(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
         ``load``."""
-        self._check(views, values, self._device_fields)
+        self._check(views, values, self._device_fields, self.device_names)
         for field in self._device_fields:
             value = values[field.name]
             assert isinstance(value, Tensor), f"on-device input {field.name!r} takes a tensor"
@@ -202,10 +205,14 @@ class StaticInputs:
         return targets
 
     def _check(
-        self, views: InputViews, values: Mapping[str, np.ndarray | Tensor], fields: tuple[InputField, ...]
+        self,
+        views: InputViews,
+        values: Mapping[str, np.ndarray | Tensor],
+        fields: tuple[InputField, ...],
+        names: frozenset[str],
     ) -> None:
-        if len(values) != len(fields) or any(field.name not in values for field in fields):
-            differing = {f.name for f in fields} ^ values.keys()
+        if values.keys() != names:
+            differing = names ^ values.keys()
             raise GraphError(f"inputs do not match the schema: {sorted(differing)} missing or unknown")
         for field in fields:
             have, room = values[field.name].shape, views.shapes[field.name]
@@ -232,14 +239,10 @@ class StaticInputs:
             return
         if value.ndim == 1:
             n = value.shape[0]
-            if n == target.shape[0]:
-                target[:] = value
-                return
             target[:n] = value
             target[n:] = pad
             return
-        if value.shape != target.shape:
-            target.fill(pad)
+        target.fill(pad)
         target[tuple(slice(0, n) for n in value.shape)] = value
 
     def _fill_columns(self, start: int, host: np.ndarray, target: np.ndarray, value: np.ndarray) -> int:

@@ -26,12 +26,18 @@ class CudaRuntime:
 
     def __init__(self, torch_device: torch.device) -> None:
         self._device = torch_device
+        self._streams: dict[Any, Any] = {}
 
     def new_stream(self) -> Any:
         return torch.cuda.Stream(self._device)
 
     def current_stream(self) -> Any:
-        return torch.cuda.current_stream(self._device)
+        # Asked in every step: the object for the current stream is made once.
+        which = torch._C._cuda_getCurrentStream(self._device.index)
+        found = self._streams.get(which)
+        if found is None:
+            found = self._streams[which] = torch.cuda.current_stream(self._device)
+        return found
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
