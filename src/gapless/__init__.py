@@ -68,9 +68,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("gapless")
+        try:
+            return version("gapless")
+        except PackageNotFoundError:  # run from a source folder on the path
+            return "unknown"
     if name not in _HOME:
         raise AttributeError(f"module 'gapless' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
