@@ -56,7 +56,8 @@ def test_equals_float64(num_in: int, num_out: int, is_gated: bool, dtype: torch.
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8, 32])
 @pytest.mark.parametrize(
-    ("num_in", "num_out", "is_gated"), [(1024, 1024, False), (3072, 256, True), (1000, 96, False)]
+    ("num_in", "num_out", "is_gated"),
+    [(1024, 1024, False), (3072, 256, True), (1000, 96, False), (1001, 77, True)],
 )
 def test_every_candidate_of_the_tuner_equals_float64(
     num_tokens: int, num_in: int, num_out: int, is_gated: bool
@@ -119,7 +120,8 @@ def test_a_hopper_gpu_has_its_own_kernel_for_one_token() -> None:
         product = Product(
             num_tokens=1, num_in=num_in, num_out=num_out, is_gated=is_gated, dtype=torch.bfloat16
         )
-        assert isinstance(choose(product, torch.device("cuda", 0)), Tiles)
+        if num_in % 16 == 0:
+            assert isinstance(choose(product, torch.device("cuda", 0)), Tiles)
 
 
 def test_compiling_ahead_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:

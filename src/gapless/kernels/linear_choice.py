@@ -80,8 +80,8 @@ def built_in_choice(product: Product, device: torch.device) -> Tiles | None:
 
 def default_tiles(product: Product) -> Tiles | None:
     """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
-    if product.dtype not in (torch.bfloat16, torch.float16):
-        return None
+    if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
+        return None  # rows that are not aligned would be read two bytes at a time
     if product.num_tokens == 1:
         block_i = min(1024, next_power_of_2(product.num_in))
         return Tiles(
@@ -93,6 +93,10 @@ def default_tiles(product: Product) -> Tiles | None:
         )
     if product.num_tokens <= 8:
         return _tiles_for_a_few(product)
+    if product.num_tokens <= 32:
+        return _tiles_for_some(product)
+    if product.num_in <= 1024 and product.is_gated and product.num_rows <= 16384:
+        return _streaming_tiles(num_early=0)
     return None
 
 
@@ -105,17 +109,40 @@ def _tiles_for_a_few(product: Product) -> Tiles:
         return _split_tiles(block_o=16, block_i=256, split=4, num_early=-(-num_in // 1024))
     if num_in <= 4096 and num_rows <= 2048:
         return _split_tiles(block_o=16, block_i=256, split=8, num_early=2)
-    return _split_tiles(block_o=16, block_i=128, split=4, num_early=0)
+    num_stages = 3 if num_in <= 2048 else 5
+    return _split_tiles(block_o=16, block_i=128, split=4, num_early=0, num_stages=num_stages)
 
 
-def _split_tiles(*, block_o: int, block_i: int, split: int, num_early: int) -> Tiles:
+def _tiles_for_some(product: Product) -> Tiles:
+    """Every program reads all activations, so it should own many rows, where there are enough of them."""
+    num_in, num_rows = product.num_in, product.num_rows
+    if num_rows <= 2048:
+        if num_in <= 2048:
+            return _split_tiles(block_o=16, block_i=256, split=4, num_early=-(-num_in // 1024))
+        return _split_tiles(block_o=16, block_i=128, split=4, num_early=0, prefetch=2048, num_stages=4)
+    if num_rows <= 4096 and num_in >= 4096:
+        return _split_tiles(block_o=32, block_i=64, split=4, num_early=0, num_stages=5)
+    return _streaming_tiles(num_early=2 if num_in <= 1024 and num_rows <= 16384 else 0)
+
+
+def _split_tiles(
+    *, block_o: int, block_i: int, split: int, num_early: int, prefetch: int = 0, num_stages: int = 3
+) -> Tiles:
     return Tiles(
         on_tensor_cores=True,
         block_o=block_o,
         block_i=block_i,
         split=split,
         num_early=num_early,
+        prefetch=prefetch,
         num_warps=split,
+        num_stages=num_stages,
+    )
+
+
+def _streaming_tiles(*, num_early: int) -> Tiles:
+    return Tiles(
+        on_tensor_cores=True, block_o=64, block_i=128, num_early=num_early, num_warps=4, num_stages=4
     )
 
 

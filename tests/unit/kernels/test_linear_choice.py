@@ -139,6 +139,12 @@ def test_only_half_precision_has_tiles(dtype: torch.dtype) -> None:
     assert default_tiles(make_product(dtype=dtype)) is None
 
 
+@pytest.mark.parametrize("num_in", [1, 7, 1000, 1001])
+def test_rows_that_are_not_aligned_are_left_to_the_library(num_in: int) -> None:
+    assert default_tiles(make_product(num_in=num_in)) is None
+    assert default_tiles(make_product(num_in=1008)) is not None
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("num_in", [1, 576, 1024, 3072, 4096, 14336])
 @pytest.mark.parametrize("num_out", [1, 1024, 4096, 151936])
