@@ -18,14 +18,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 
 from gapless.engine.choice import Choice
 from gapless.engine.detokenizer import TokenizerLike
 from gapless.engine.intake import Intake, Prompt
 from gapless.engine.outputs import ChoiceDelta, RequestOutput
-from gapless.engine.request import Request, Sequence, distinct_params, make_sequences
+from gapless.engine.request import Request, Sequence, SequenceState, make_sequences
 from gapless.engine.scheduler import Scheduler
-from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner, TokenLogprob
+from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner
 from gapless.errors import RequestError
 from gapless.sampling.params import SamplingParams
 
@@ -147,8 +148,6 @@ class EngineCore:
 
     def _advance(self) -> None:
         """Launch the next step and accept what is due."""
-        if self._in_flight and self._needs_known_tokens():
-            self._finish_steps(most_in_flight=0)
         batch = self._schedule()
         if batch is not None:
             self._launch(batch)
@@ -171,10 +170,6 @@ class EngineCore:
                 self._finish(sequence, error=message)
             self.scheduler.abandon_step()
             raise
-
-    def _needs_known_tokens(self) -> bool:
-        """Penalties are counted on the host, over every token drawn so far."""
-        return any(params.has_penalties for params in distinct_params(self.scheduler.running))
 
     def _launch(self, batch: ScheduledBatch) -> None:
         try:
@@ -206,30 +201,40 @@ class EngineCore:
                 self.scheduler.complete(batch)
 
     def _accept(self, batch: ScheduledBatch, result: StepResult) -> None:
-        drawn = iter(zip(result.token_ids, result.logprobs or [None] * len(result.token_ids), strict=True))
-        for position, entry in enumerate(batch.entries):
-            token_id, candidates = next(drawn) if entry.samples else (None, None)
-            if entry.is_stale:
+        entries, errors, vocab_size = batch.entries, result.errors, self.runner.vocab_size
+        if result.prompt_logprobs or result.pooled:
+            self._accept_taps(batch, result)
+        for position in errors:
+            if not entries[position].is_stale:
+                self._finish(entries[position].sequence, error=errors[position])
+        drawn = zip(batch.sampled_entries, result.token_ids, result.logprobs or repeat(None), strict=False)
+        for (sequence, _, _, _, generation, _), token_id, candidates in drawn:  # once for each token: lean
+            if sequence.generation != generation or sequence.state is SequenceState.FINISHED:
+                continue  # stale
+            if not 0 <= token_id < vocab_size:
+                message = f"the sampler drew token {token_id}, which is not in the vocabulary"
+                self._finish(sequence, error=message)
                 continue
-            if position in result.errors:
-                self._finish(entry.sequence, error=result.errors[position])
-            elif token_id is not None:
-                self._accept_token(entry.sequence, token_id, candidates)
+            choice = self._choices[sequence]
+            try:
+                finish = choice.accept(token_id, candidates)
+            except Exception as error:  # of the tokenizer: this text cannot be made, the others can
+                self._finish(sequence, error=_text_error(error))
+                continue
+            if finish is not None:
+                self.scheduler.finish(sequence, reason=finish.reason, stop_reason=finish.stop_reason)
+            if finish is not None or choice.streams:
+                self._mark_changed(sequence)
 
-    def _accept_token(self, sequence: Sequence, token_id: int, candidates: list[TokenLogprob] | None) -> None:
-        if not 0 <= token_id < self.runner.vocab_size:
-            self._finish(sequence, error=f"the sampler drew token {token_id}, which is not in the vocabulary")
-            return
-        choice = self._choices[sequence]
-        try:
-            finish = choice.accept(token_id, candidates)
-        except Exception as error:  # of the tokenizer: this text cannot be made, the others can
-            self._finish(sequence, error=_text_error(error))
-            return
-        if finish is not None:
-            self.scheduler.finish(sequence, reason=finish.reason, stop_reason=finish.stop_reason)
-        if finish is not None or choice.streams:
-            self._mark_changed(sequence)
+    def _accept_taps(self, batch: ScheduledBatch, result: StepResult) -> None:
+        for position, rows in result.prompt_logprobs.items():
+            entry = batch.entries[position]
+            if not entry.is_stale:
+                self._choices[entry.sequence].accept_prompt_logprobs(entry.start + 1, rows)
+        for position, values in result.pooled.items():
+            entry = batch.entries[position]
+            if not entry.is_stale:
+                self._choices[entry.sequence].embedding = values
 
     def _fail(self, batch: ScheduledBatch, error: BaseException) -> None:
         self.num_failed_steps += 1
@@ -300,6 +305,7 @@ class _Active:
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[choice.snapshot() for choice in self.choices],
+            prompt_logprobs=self.choices[0].prompt_logprobs,
         )
 
     def take_deltas(self) -> list[ChoiceDelta]:

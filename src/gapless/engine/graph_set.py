@@ -28,6 +28,7 @@ from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
 from gapless.kernels.head import finish_greedy
+from gapless.kernels.sample import MAX_VOCAB_SIZE, draw_tokens
 from gapless.models.base import CausalModel
 from gapless.sampling.sampler import sample, sample_unfiltered
 
@@ -133,6 +134,11 @@ class GraphSet:
     def vocab_size(self) -> int:
         return self._model.info.vocab_size
 
+    @property
+    def has_fused_sampling(self) -> bool:
+        """Whether sampling runs in Triton kernels."""
+        return self._model.has_fused_kernels and self.vocab_size <= MAX_VOCAB_SIZE
+
     def _hidden_runner(self, phase: Phase, strategy: Strategy, max_num_tokens: int) -> GraphRunner:
         """Hidden states of every token. Breakable: the layers alone, embeddings made eagerly before."""
         info, model = self._model.info, self._model
@@ -237,6 +243,10 @@ class GraphSet:
         drawn_T = self.tokens.index_select(0, views["drawn_rows"])
         input_ids_T.copy_(torch.maximum(input_ids_T, drawn_T))
 
+    def head_eagerly(self, hidden_RE: Tensor) -> Tensor:
+        """``[R, E] -> [R, V]`` float32 logits outside every graph, in memory of their own."""
+        return self._model.head(hidden_RE)
+
     def _token_fields(self) -> tuple[InputField, ...]:
         return token_fields(
             max_blocks=self.limits.max_blocks,
@@ -266,9 +276,16 @@ class GraphSet:
     def _sample(
         self, views: InputViews, draw: Callable[..., Tensor], fields: tuple[InputField, ...]
     ) -> Tensor:
-        """Draw row by row block, so that the pool holds a few ``[32, V]`` planes and not ``[R, V]`` ones (1
-        GiB at 256 rows of a large vocabulary).
+        """In a few kernels on a GPU. Else row block by row block, so that the pool holds a few ``[32, V]``
+        planes and not ``[R, V]`` ones (1 GiB at 256 rows of a large vocabulary).
         """
+        if self.has_fused_sampling:
+            num_rows = views.sizes["rows"]
+            tokens_R = self.tokens[:num_rows]
+            filters = [views.tensors.get(field.name) for field in FILTER_FIELDS]
+            params = [views[field.name] for field in SAMPLING_FIELDS]
+            draw_tokens(self.logits[:num_rows], tokens_R, INVALID_TOKEN, *params, *filters)
+            return tokens_R
         drawn = []
         for start in range(0, views.sizes["rows"], _SAMPLED_ROWS):
             block = slice(start, min(start + _SAMPLED_ROWS, views.sizes["rows"]))

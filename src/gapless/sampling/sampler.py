@@ -9,8 +9,9 @@ Filters need no sort (31 ms for 8 rows of 49,152 on one CPU core): the cut-off l
 the bits of a float, which takes 31 masked sums. Ties at the cut-off go to the lower token ids, so exactly k
 tokens survive a top-k.
 
-Penalties, banned tokens and log-probabilities come from host-side token lists and run outside graphs
-(``apply_penalties``, ``mask_tokens``, ``token_logprobs``). What the parameters mean: ``params.py``.
+Banned tokens and log-probabilities run outside graphs (``mask_tokens``, ``token_logprobs``). So do penalties,
+from token counts on the device (``token_counts.py``); ``apply_penalties``, from token lists, is their oracle.
+On a GPU ``kernels/sample.py`` draws the same in a few kernels. What the parameters mean: ``params.py``.
 
 Shapes: R rows, V vocabulary, C chunks of the vocabulary, c tokens of a chunk.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -135,8 +137,14 @@ def mask_tokens(logits_RV: Tensor, banned: Iterable[tuple[int, Sequence[int]]]) 
     """Make tokens impossible, in place: ``banned`` holds (row, token ids); for EOS before ``min_tokens``."""
     pairs = [(row, token) for row, tokens in banned for token in tokens]
     if pairs:
-        rows, tokens = torch.tensor(pairs, device=logits_RV.device).unbind(-1)
+        rows, tokens = to_device(np.asarray(pairs), logits_RV.device).unbind(-1)
         logits_RV[rows, tokens] = -torch.inf
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A small array as a tensor, without waiting for the steps that a GPU still has to run."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def token_logprobs(logits_RV: Tensor, tokens_R: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,13 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gapless.kernels import activation, head, jit, norm, rope_cache
+from gapless.kernels import activation, head, jit, norm, penalty, penalty_jit, rope_cache, sample, sample_jit
 from kernel_oracles import make_rope, poisoned_caches
 
 TYPE_NAMES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -30,8 +31,11 @@ TYPE_NAMES = {
 class CompilingKernels:
     """Stands in for the module of kernels: a launch compiles and notes what came out."""
 
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
     def __getattr__(self, name: str) -> Any:
-        return Launcher(getattr(jit, name))
+        return Launcher(getattr(self.source, name))
 
 
 class Launcher:
@@ -39,8 +43,9 @@ class Launcher:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
-            assert launch_pdl
+        def launch(*args: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
+            assert launch_pdl == ("EARLY" in constants)
+            constants.pop("enable_fp_fusion", None)  # an option of the compiler
             report = compile_launch(self.kernel, args, constants, num_warps)
             print(json.dumps({"kernel": self.kernel.__name__, "grid": grid, **report}))
 
@@ -91,9 +96,17 @@ def compile_launch(
 
 
 def main() -> None:
-    kernels = CompilingKernels()
-    for module in (norm, activation, head, rope_cache):
-        module.kernels = lambda: kernels  # type: ignore[attr-defined]
+    sources = {
+        norm: jit,
+        activation: jit,
+        head: jit,
+        rope_cache: jit,
+        sample: sample_jit,
+        penalty: penalty_jit,
+    }
+    for module, source in sources.items():
+        kernels = CompilingKernels(source)
+        module.kernels = lambda kernels=kernels: kernels  # type: ignore[attr-defined]
         module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
     for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 64)):
         for size in (576,) if num_tokens == 1 else (4096,):
@@ -113,7 +126,16 @@ def main() -> None:
             rope_cache.rotate_into_cache(qkv, weight, 1e-6, rope, index, index, *caches)
             rope_cache.rotate_heads(qkv, None, 1e-6, rope, index, num_kv_heads)
         raw = torch.zeros(num_tokens, 151936, dtype=dtype)
-        head.finish_greedy(raw, raw.float(), torch.zeros(num_tokens, dtype=torch.int64), -1)
+        tokens = torch.zeros(num_tokens, dtype=torch.int64)
+        head.finish_greedy(raw, raw.float(), tokens, -1)
+        ones, index = torch.ones(num_tokens), torch.ones(num_tokens, dtype=torch.int32)
+        params = (ones, tokens, index)
+        sample.draw_tokens(raw.float(), tokens.clone(), -1, *params, None, None, None)
+        sample.draw_tokens(raw.float(), tokens.clone(), -1, *params, index, ones, ones)
+        counts = torch.zeros(9, 151936, dtype=torch.int32)
+        values = {"repetition_P": ones, "presence_P": ones, "frequency_P": ones}
+        penalty.penalise_rows(raw.float(), counts, index, index, **values)
+        penalty.count_drawn(counts, tokens, index, index)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,15 @@ KERNELS = {
     "best_of_chunk_kernel",
     "best_of_row_kernel",
 }
+SAMPLING_KERNELS = {
+    "best_and_splitters_kernel",
+    "weigh_splitters_kernel",
+    "list_between_kernel",
+    "find_cut_kernel",
+    "weigh_kept_kernel",
+    "draw_kernel",
+}
+PENALTY_KERNELS = {"penalise_kernel", "count_drawn_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +48,15 @@ def reports() -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles(reports: list[dict[str, Any]]) -> None:
-    assert {report["kernel"] for report in reports} == KERNELS
+    assert {report["kernel"] for report in reports} == KERNELS | SAMPLING_KERNELS | PENALTY_KERNELS
     assert max(report["shared_bytes"] for report in reports) <= 48 * 1024
 
 
 def test_memory_moves_16_bytes_at_a_time(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        if report["kernel"] != "best_of_row_kernel":  # one token per program
+        if report["kernel"] in SAMPLING_KERNELS:  # which write sums
+            assert report["load_bits"] == 128, report
+        elif report["kernel"] not in ("best_of_row_kernel", "count_drawn_kernel"):  # one token per program
             assert (report["load_bits"], report["store_bits"]) == (128, 128), report
 
 
@@ -54,6 +65,8 @@ def test_early_kernels_wait_before_they_write_or_read_what_was_computed(
 ) -> None:
     reads_weights = {"rms_norm_kernel", "embed_norm_kernel", "rotate_heads_kernel"}
     for report in reports:
+        if report["kernel"] in PENALTY_KERNELS:  # launched eagerly, never early
+            continue
         assert report["waits"], report
         assert report["stores_before_wait"] == 0, report
         assert (report["loads_before_wait"] > 0) == (report["kernel"] in reads_weights), report
