@@ -51,10 +51,9 @@ def attend_keys(
     is_dim = (dim < HEAD_SIZE)[None, :]
     k_dim, v_dim = (k_head + dim)[None, :], (v_head + dim)[None, :]
     # There may be no tile at all, and none past the last one: unmasked, that is looked up once more instead.
+    first_bound = num_keys if MASKED else end_key
     last_key = num_keys if MASKED else end_key - BLOCK_N
-    slot_N = _find_tile(
-        table_row, first_key, tl.minimum(num_keys, end_key), table_stride_m, BLOCK_SIZE, BLOCK_N, True
-    )
+    slot_N = _find_tile(table_row, first_key, first_bound, table_stride_m, BLOCK_SIZE, BLOCK_N, True)
     for start in range(first_key, end_key, BLOCK_N):
         row_N1 = (slot_N.to(tl.int64) * cache_stride_s)[:, None]
         slot_N = _find_tile(table_row, start + BLOCK_N, last_key, table_stride_m, BLOCK_SIZE, BLOCK_N, MASKED)
