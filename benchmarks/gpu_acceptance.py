@@ -5,9 +5,13 @@
 2. Dummy-weight models (``--configs DIR...``): batches of 1 to 256 requests and prompts of 1 to 8192 tokens
    run without one eager step after start-up; start-up seconds, graph memory and the memory estimate are
    recorded.
-3. Step times of those models (prefill by tokens, decode by batch), for the log; medians.
+3. Their logits under every strategy are those of plain torch operations without graphs and padding, up to
+   the noise of bfloat16: root mean square and maximum of the difference in standard deviations, and how often
+   the best token is the same.
+4. Step times of those models (prefill by tokens, decode by batch), for the log; medians.
 
-Usage: gpu_acceptance.py [--smollm2 FILE.gguf|smollm2] [--configs DIR...] [--output FILE]
+Usage: gpu_acceptance.py [--smollm2 FILE.gguf|smollm2] [--configs DIR...] [--parts smollm2 dummy logits]
+                         [--output FILE]
 Prints a table and, as the last line, the whole result as JSON.
 """
 
@@ -41,6 +45,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_DECODE_ONLY": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
     "disabled": {"compilation_config": {"cudagraph_mode": "NONE"}},
 }
+PARTS = ("smollm2", "dummy", "logits")
+LOGITS_OF = ("default", "full+full", "breakable+breakable", "tc_piecewise+full", "tc_piecewise+tc_piecewise")
+MAX_NOISE = 0.05
+"""Root mean square, in standard deviations of the logits: some thirty layers of bfloat16."""
 BATCHES = (1, 2, 3, 8, 17, 32, 64, 128, 255, 256)
 PROMPT_LENGTHS = (1, 2, 5, 16, 33, 100, 128, 512, 777, 1024, 2048, 4095, 4096, 4097, 8000, 8192)
 
@@ -49,21 +57,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smollm2", default="smollm2", help="model name or GGUF file; '' skips this part")
     parser.add_argument("--configs", nargs="*", default=[], help="config folders run with dummy weights")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "gpu_acceptance", "meta": metadata(), "ok": True}
-    if args.smollm2:
+    if args.smollm2 and "smollm2" in args.parts:
         result["smollm2"] = [
             run_guarded(lambda name=name, options=options: compare_with_eager(args, name, options), name)
             for name, options in STRATEGIES.items()
         ]
-    result["dummy"] = [
-        run_guarded(lambda folder=folder: run_without_eager(folder, args.device), folder)
-        for folder in args.configs
-    ]
-    result["ok"] = all(row.get("ok", False) for part in ("smollm2", "dummy") for row in result.get(part, []))
-    for part in ("smollm2", "dummy"):
+    if "dummy" in args.parts:
+        result["dummy"] = [
+            run_guarded(lambda folder=folder: run_without_eager(folder, args.device), folder)
+            for folder in args.configs
+        ]
+    if "logits" in args.parts:
+        result["logits"] = [
+            run_guarded(lambda folder=folder: compare_logits(folder, args.device), folder)
+            for folder in args.configs
+        ]
+    result["ok"] = all(row.get("ok", False) for part in PARTS for row in result.get(part, []))
+    for part in PARTS:
         for row in result.get(part, []):
             print(json.dumps(row)[:1500], file=sys.stderr)
     if args.output:
@@ -180,6 +195,68 @@ def run_without_eager(folder: str, device: str) -> dict[str, Any]:
         result["decode_ms"][batch] = decode_ms(llm, [prompt(64) for _ in range(batch)], params)
     llm.shutdown()
     return result
+
+
+def compare_logits(folder: str, device: str) -> dict[str, Any]:
+    """Logits of eight prompts in a prefill step, and of the decode step after it, against plain torch."""
+    import gapless.models.decoder as decoder
+
+    fused = decoder.has_fused_kernels
+    decoder.has_fused_kernels = lambda device: False
+    try:
+        expected = logits_of(folder, device, {"enforce_eager": True})
+    finally:
+        decoder.has_fused_kernels = fused
+    rows = {}
+    for name in LOGITS_OF:
+        found = logits_of(folder, device, STRATEGIES[name])
+        # After another first token the second step is another one.
+        same = [a == b for a, b in zip(found["tokens"], expected["tokens"], strict=True)]
+        rows[name] = {
+            "prefill": difference(found["prefill"], expected["prefill"]),
+            "decode": difference(found["decode"][same], expected["decode"][same]),
+        }
+        print(Path(folder).name, name, rows[name], file=sys.stderr, flush=True)
+    ok = all(step["rms"] <= MAX_NOISE for row in rows.values() for step in row.values())
+    return {"name": Path(folder).name, "ok": ok, "max_rms": MAX_NOISE, "strategies": rows}
+
+
+def logits_of(folder: str, device: str, options: dict[str, Any]) -> dict[str, Any]:
+    from gapless import LLM, SamplingParams
+
+    rng = random.Random(0)
+    vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    prompts = [[rng.randrange(10, vocab - 10) for _ in range(n)] for n in (1, 2, 17, 33, 64, 100, 128, 200)]
+    found = {}
+    with LLM(
+        model=folder,
+        load_format="dummy",
+        device=device,
+        max_model_len=512,
+        max_running_requests=16,
+        cuda_graph_bs_prefill=[512, 1024],
+        chunked_prefill_size=1024,
+        cuda_graph_bs_decode=[8, 16],
+        **options,
+    ) as llm:
+        llm.runner.max_steps_ahead = 0  # the buffer then holds the last step of the call
+        for step, num_tokens in (("prefill", 1), ("decode", 2)):
+            params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+            outputs = llm.generate(prompts, params)
+            found[step] = llm.runner._graphs.logits[: len(prompts)].double().cpu()
+        found["tokens"] = [output.outputs[0].token_ids[0] for output in outputs]
+        assert options.get("enforce_eager") or not llm.report()["eager"], llm.report()["eager"]
+    return found
+
+
+def difference(found: Any, expected: Any) -> dict[str, Any]:
+    scaled = (found - expected) / expected.std()
+    return {
+        "rms": round(float(scaled.square().mean().sqrt()), 5),
+        "max": round(float(scaled.abs().max()), 5),
+        "rows": len(found),
+        "same_best": int((found.argmax(-1) == expected.argmax(-1)).sum()),
+    }
 
 
 def median_ms(fn: Any, repeats: int) -> float:
