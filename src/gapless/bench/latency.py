@@ -88,7 +88,13 @@ def measure_latency(
         if reason is not None:
             notes.append(f"decode of {batch} requests left out: {reason}")
             continue
-        add(_decode(llm, source, batch, shape, options))
+        row = _decode(llm, source, batch, shape, options)
+        if row["ms"]["min"] <= 0:
+            notes.append(
+                f"decode of {batch} requests is lost in noise: a run of {shape.more} more tokens was not "
+                "slower; raise --decode-tokens, or measure on a quieter machine"
+            )
+        add(row)
     return {
         "rows": rows,
         "prefill_ms": {r["tokens"]: r["ms"]["median"] for r in rows if r["phase"] == "prefill"},

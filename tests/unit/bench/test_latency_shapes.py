@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.bench.graphs import GraphsOptions, padding_by_phase
-from gapless.bench.latency import LatencyOptions, decode_shape, timed_generate
+from gapless.bench.latency import LatencyOptions, decode_shape, measure_latency, timed_generate
 from gapless.bench.meta import command_text
 from gapless.bench.throughput import ThroughputOptions, fitting_lengths, offline_runs, summary
 from gapless.bench.workload import Lengths, PromptSource
@@ -51,6 +51,20 @@ def test_an_answer_that_ended_early_is_not_timed() -> None:
     llm: Any = SimpleNamespace(generate=lambda prompts, params: [output])
     with pytest.raises(RuntimeError, match="ended after 1 of 5 tokens: stop"):
         timed_generate(llm, [[1]], 5)
+
+
+def test_decode_that_is_lost_in_noise_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SimpleNamespace(vocab_size=50, max_model_len=64, max_num_reqs=4, block_size=16)
+    core = SimpleNamespace(scheduler=SimpleNamespace(allocator=SimpleNamespace(capacity_tokens=128)))
+    llm: Any = SimpleNamespace(runner=runner, core=core, reset_report=lambda: None)
+    seconds = {8: 2.0, 48: 1.0}  # the long run was faster
+    monkeypatch.setattr("gapless.bench.latency.timed_generate", lambda llm, prompts, tokens: seconds[tokens])
+    options = LatencyOptions(prefill_tokens=(), decode_batches=(1, 4, 5))
+    found = measure_latency(llm, options)
+    assert [row["tokens_per_s"] for row in found["rows"]] == [None]
+    assert "decode of 1 requests is lost in noise" in found["notes"][1]
+    assert "4 requests left out: they need 256 tokens of cache and there are 128" in found["notes"][2]
+    assert "5 requests left out: a step holds 4" in found["notes"][3]
 
 
 def test_offline_runs_of_any_engine_get_the_same_prompts_and_a_warm_up() -> None:
