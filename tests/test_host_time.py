@@ -1,0 +1,96 @@
+"""``benchmarks/host_time.py``: the arithmetic of its stages, and one run on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "host_time.py"
+_spec = importlib.util.spec_from_file_location("host_time", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+host_time = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(host_time)
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+class Base:
+    def inherited(self) -> None:
+        time.sleep(0.002)
+
+
+class Worker(Base):
+    def outer(self) -> str:
+        time.sleep(0.002)
+        self.inner()
+        return "done"
+
+    def inner(self) -> None:
+        time.sleep(0.004)
+
+    def fails(self) -> None:
+        raise ValueError("no")
+
+
+def test_a_stage_is_timed_without_the_stages_it_calls() -> None:
+    stages = host_time.Stages()
+    stages.wrap(Worker, "outer", "outer")
+    stages.wrap(Worker, "inner", "inner")
+    assert Worker().outer() == "done"
+    stages.unwrap()
+    assert 2000 <= stages.us["outer"] < stages.us["inner"]
+
+
+def test_wrapped_methods_are_put_back_inherited_ones_too_and_after_an_error() -> None:
+    before = dict(vars(Worker))
+    stages = host_time.Stages()
+    for method in ("inner", "inherited", "fails"):
+        stages.wrap(Worker, method, method)
+    Worker().inherited()
+    with pytest.raises(ValueError, match="no"):
+        Worker().fails()
+    stages.unwrap()
+    assert dict(vars(Worker)) == before
+    assert set(stages.us) == {"inherited", "fails"}
+    assert stages._children == [pytest.approx(sum(stages.us.values()), abs=1)]
+
+
+@pytest.mark.parametrize("prefill", ["full", "breakable"])
+def test_a_run_on_a_cpu_reports_every_section(tmp_path: Path, prefill: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = [
+        *(sys.executable, str(SCRIPT), "--model", str(tmp_path), "--device", "cpu", "--steps", "4"),
+        *("--batch", "2", "--prompt-tokens", "5", "--max-model-len", "256", "--max-running-requests", "4"),
+        *("--kv-cache-tokens", "1024", "--prefill-sizes", "8", "--decode-sizes", "2", "--prefill", prefill),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    decode = result["decode"]["2"]
+    assert 0 < decode["cpu"] <= decode["wall"]
+    assert {"schedule", "build", "fill", "replay call", "accept"} <= decode["stages"].keys()
+    assert result["first_token"]["5"]["cpu"] > 0
+    assert {"decode 2", "prefill 8"} == set(result["replay"])
+    assert ("per_segment" in result["replay"]["prefill 8"]) == (prefill == "breakable")
