@@ -46,6 +46,11 @@ class Choice:
         self._num_told_chars = 0
         self._num_told_tokens = sequence.num_tokens
         self._has_told_end = False
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None and sequence.index == 0:
+            self.prompt_logprobs = [None] * sequence.num_prompt_tokens
+        self._has_told_prompt = self.prompt_logprobs is None
+        self.embedding: list[float] | None = None
         self._is_plain = self._logprobs is None and not self._reads_every_token
         """Tokens are only counted and looked up among those that end the choice."""
         self._stop_token_ids = sequence.request.stop_token_ids
@@ -61,14 +66,7 @@ class Choice:
                 self._num_text_tokens = num_tokens
                 return None
         if self._logprobs is not None and candidates is not None:
-            self._logprobs.append(
-                {
-                    c.token_id: Logprob(
-                        logprob=c.logprob, rank=c.rank, decoded_token=self._token_text(c.token_id)
-                    )
-                    for c in candidates
-                }
-            )
+            self._logprobs.append(self._with_text(candidates))
         finish = finish_of_token(sequence)
         is_stop_token = finish is not None and finish.reason == "stop"
         if not is_stop_token or sequence.params.include_stop_str_in_output:
@@ -80,6 +78,12 @@ class Choice:
             return finish
         self._has_stop_string = True
         return Finish(reason="stop", stop_reason=stop)
+
+    def accept_prompt_logprobs(self, start: int, rows: Iterable[Iterable[TokenLogprob]]) -> None:
+        """Scores of the prompt's tokens from ``start`` on; once more after a preemption."""
+        assert self.prompt_logprobs is not None
+        for position, row in enumerate(rows, start):
+            self.prompt_logprobs[position] = self._with_text(row)
 
     def close(self) -> None:
         """The sequence has ended: nothing is held back any longer."""
@@ -117,9 +121,11 @@ class Choice:
             logprobs = self._logprobs[num_told : num_told + len(token_ids)]
         self._num_told_tokens += len(token_ids)
         self._num_told_chars = visible
-        if not is_end:
+        if not is_end and self._has_told_prompt:
             return ChoiceDelta(sequence.request.request_id, sequence.index, text, token_ids, logprobs)
-        self._has_told_end = True
+        self._has_told_end = is_end
+        prompt_logprobs = None if self._has_told_prompt else self.prompt_logprobs
+        self._has_told_prompt = True
         return ChoiceDelta(
             sequence.request.request_id,
             sequence.index,
@@ -129,7 +135,15 @@ class Choice:
             sequence.finish_reason,
             sequence.stop_reason,
             sequence.error,
+            prompt_logprobs,
+            self.embedding,
         )
+
+    def _with_text(self, candidates: Iterable[TokenLogprob]) -> dict[int, Logprob]:
+        return {
+            c.token_id: Logprob(logprob=c.logprob, rank=c.rank, decoded_token=self._token_text(c.token_id))
+            for c in candidates
+        }
 
     def _read(self, *, may_stop: bool) -> str | None:
         assert self._detokenizer is not None

@@ -115,10 +115,11 @@ class Intake:
                 raise RequestError(
                     f"stop_token_ids={token_id}: must be below {self.vocab_size}, the size of the vocabulary"
                 )
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise RequestError(
-                f"logprobs={params.logprobs} exceeds {self.vocab_size}, the size of the vocabulary"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise RequestError(
+                    f"{name}={getattr(params, name)} exceeds {self.vocab_size}, the size of the vocabulary"
+                )
 
 
 def _as_int(position: int, token_id: object) -> int:

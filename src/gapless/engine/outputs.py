@@ -44,6 +44,8 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """When asked for: per prompt token, itself first; None for the first token."""
 
     @property
     def finished(self) -> bool:
@@ -62,3 +64,8 @@ class ChoiceDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With the first tokens of choice 0, when asked for: per prompt token, itself first; None for the first
+    token."""
+    embedding: list[float] | None = None
+    """With the last delta of a request for an embedding."""

@@ -21,12 +21,13 @@ from torch import Tensor
 from gapless.attention.base import Attention
 from gapless.engine.draw import TokenDrawer
 from gapless.engine.graph_set import GraphSet, StepLimits
+from gapless.engine.hidden_taps import HiddenTaps, find_taps
 from gapless.engine.inputs import BatchArrays, BatchBuilder
 from gapless.engine.row_graphs import PADDED_EAGER, RowGraphs
 from gapless.engine.step import PendingStep, ScheduledBatch, StepResult
 from gapless.errors import GaplessError
 from gapless.graphs.batch import BatchDescriptor, BatchShape
-from gapless.graphs.dispatcher import Dispatch, Dispatcher
+from gapless.graphs.dispatcher import Dispatch, Dispatcher, EagerReason
 from gapless.graphs.modes import Phase, RuntimeMode
 from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog, build_report
@@ -59,6 +60,7 @@ class ModelRunner:
         self._startup = startup
         self._device = graphs.store.device
         self._drawer = TokenDrawer(graphs, rows, log)
+        self._taps = HiddenTaps(graphs, log)
         self._builder = BatchBuilder(
             block_size=limits.block_size,
             max_num_reqs=limits.max_num_reqs,
@@ -87,11 +89,16 @@ class ModelRunner:
             raise GaplessError("the runner has been shut down: its graphs and cache are gone")
         arrays = self._builder.build(batch)
         decision = self.dispatcher.dispatch(BatchShape(query_lens=arrays.query_lens))
+        taps = find_taps(batch)
+        if taps and decision.phase is Phase.DECODE:
+            decision = Dispatch(mode=RuntimeMode.NONE, phase=Phase.PREFILL, reason=EagerReason.HIDDEN_STATES)
         with torch.no_grad(), self._device.step_scope():
             greedy_R = self._forward(decision, arrays)
-            return self._drawer.draw(
+            tapped = self._taps.read(taps) if taps else None
+            drawn = self._drawer.draw(
                 batch.sampled_entries, batch.sampled_positions, greedy_R, params=batch.sampling_params
             )
+            return drawn if tapped is None else tapped.of(drawn)
 
     @contextmanager
     def padded_eager(self) -> Iterator[None]:
@@ -133,7 +140,7 @@ class ModelRunner:
         self._graphs.store.release()
         for layer in self._layers:
             layer.unbind()
-        del self._graphs, self._drawer, self._rows, self._layers
+        del self._graphs, self._drawer, self._taps, self._rows, self._layers
         gc.collect()  # closures and runners refer to each other, and hold device memory
         if self._device.torch_device.type == "cuda":
             torch.cuda.empty_cache()

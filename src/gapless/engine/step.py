@@ -133,6 +133,10 @@ class StepResult:
     logprobs: list[list[TokenLogprob] | None] | None = None
     """Per sampled entry: the drawn token first, then the ``params.logprobs`` best; None where not asked
     for."""
+    prompt_logprobs: Mapping[int, list[list[TokenLogprob]]] = field(default_factory=dict)
+    """Position in ``batch.entries`` → scores of the prompt tokens from ``entry.start + 1`` on."""
+    pooled: Mapping[int, list[float]] = field(default_factory=dict)
+    """Position in ``batch.entries`` → its embedding."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Position in ``batch.entries`` → what went wrong for that entry alone (for example NaN logits)."""
 

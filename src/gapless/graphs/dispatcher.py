@@ -50,6 +50,8 @@ class EagerReason(enum.StrEnum):
     CASCADE = "cascade"
     """Shared-prefix attention cannot be in a full graph and no piecewise graph fits."""
     CAPTURE_FAILED = "capture_failed"
+    HIDDEN_STATES = "hidden_states"
+    """A decode-shaped step whose hidden states are wanted, which a decode graph does not give out."""
     LORA = "lora"
     """The batch uses adapters and no graph was captured with them."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gapless.errors import RequestError
 
@@ -42,6 +42,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """k: also the log-probabilities of the prompt's own tokens, and of the k best beside each."""
+    pooling: Literal["last"] | None = None
+    """``last``: the last hidden state, normalised, instead of text (an embedding)."""
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -64,8 +68,11 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.pooling not in (None, "last"):
+            raise RequestError(f"pooling={self.pooling!r}: must be last, or None for text")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop={text!r}: stop strings must be non-empty strings")

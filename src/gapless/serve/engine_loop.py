@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gapless.engine.core import EngineCore
@@ -46,8 +46,6 @@ HEARTBEAT_S = 1.0
 MAX_FAILED_STEPS = 8
 """After so many steps in a row that failed as a whole the device is taken for broken (a CUDA error stays)."""
 
-Embed = Callable[[Sequence[int]], list[float]]
-
 logger = logging.getLogger(__name__)
 
 
@@ -71,15 +69,15 @@ class EngineLoop:
         *,
         report: Callable[[], dict[str, Any]],
         log: StepLog | None = None,
-        embed: Embed | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._channel = core, channel
-        self._report, self._log, self._embed = report, log, embed
+        self._report, self._log = report, log
         self._heartbeat_s, self._clock = heartbeat_s, clock
         self._counters = EngineCounters()
         self._queue: deque[tuple[RequestSequence, float]] = deque()  # not in a step yet, and since when
+        self._embedding_ids: set[str] = set()
         started = report()
         self._capture = {**started.get("memory", {}), "num_graphs": len(started.get("graphs", ()))}
         self._start_s = clock()
@@ -125,7 +123,7 @@ class EngineLoop:
             case AbortRequest():
                 self._core.abort_request(message.request_id)
             case EmbedRequest():
-                self._channel.send(self._embedded(message))
+                self._start_embedding(message)
             case Query():
                 value = self._report() if message.what == "report" else dict(self.stats())
                 self._channel.send(Answer(message.query_id, value))
@@ -133,34 +131,33 @@ class EngineLoop:
                 self._deadline_s = self._clock() + message.drain_s
 
     def _start_request(self, message: GenerateRequest) -> None:
-        try:
-            params = _sampling_params(message.params)
-            request = self._core.prepare(message.request_id, message.prompt_token_ids, params)
-            if message.grammar is not None:
-                raise RequestError("this engine cannot constrain its output to a grammar")
-            if message.prompt_logprobs is not None:
-                raise RequestError("this engine does not compute log-probabilities of the prompt")
-            sequences = self._core.add(request, streams=message.stream)
-        except RequestError as error:
-            self._counters.requests_refused += 1
-            self._channel.send(Refused(message.request_id, str(error)))
+        if message.grammar is not None:
+            self._refuse(message.request_id, "this engine cannot constrain its output to a grammar")
             return
-        self._counters.prompt_tokens += len(request.prompt_token_ids)
+        try:
+            params = _sampling_params(message.params, prompt_logprobs=message.prompt_logprobs)
+            self._add(message.request_id, message.prompt_token_ids, params, streams=message.stream)
+        except RequestError as error:
+            self._refuse(message.request_id, str(error))
+
+    def _start_embedding(self, message: EmbedRequest) -> None:
+        """A request for one token that nobody sees; it batches with all others."""
+        try:
+            self._add(message.request_id, message.prompt_token_ids, _EMBEDDING, streams=False)
+        except RequestError as error:
+            self._refuse(message.request_id, str(error))
+        else:
+            self._embedding_ids.add(message.request_id)
+
+    def _add(self, request_id: str, prompt: list[int], params: SamplingParams, *, streams: bool) -> None:
+        request = self._core.prepare(request_id, prompt, params)
+        sequences = self._core.add(request, streams=streams)
+        self._counters.prompt_tokens += len(prompt)
         self._queue.append((sequences[0], self._clock()))
 
-    def _embedded(self, message: EmbedRequest) -> Embedding | Refused:
-        if self._embed is None:
-            return Refused(message.request_id, "this engine makes no embeddings")
-        try:
-            values = self._embed(message.prompt_token_ids)
-        except RequestError as error:
-            self._counters.requests_refused += 1
-            return Refused(message.request_id, str(error))
-        except Exception as error:
-            logger.error("embedding %s failed", message.request_id, exc_info=error)
-            return Embedding(message.request_id, [], f"{type(error).__name__}: {error}")
-        self._counters.prompt_tokens += len(message.prompt_token_ids)
-        return Embedding(message.request_id, values)
+    def _refuse(self, request_id: str, message: str) -> None:
+        self._counters.requests_refused += 1
+        self._channel.send(Refused(request_id, message))
 
     def _step(self) -> None:
         start = self._clock()
@@ -169,6 +166,8 @@ class EngineLoop:
         self._counters.num_steps += 1
         if self._queue:
             self._observe_queue(start)
+        if new and self._embedding_ids:
+            new = self._without_embeddings(new)
         if new:
             self._channel.send(StepOutput([self._delta(delta) for delta in new]))
         if self._core.num_failed_steps >= MAX_FAILED_STEPS:
@@ -187,11 +186,28 @@ class EngineLoop:
             if sequence.last_step_id >= 0:
                 self._counters.queue_time_s.observe(start - arrived)
 
+    def _without_embeddings(self, new: list[ChoiceDelta]) -> list[ChoiceDelta]:
+        """Send the embeddings among them; each has one delta, its last."""
+        text = []
+        for delta in new:
+            if delta.request_id not in self._embedding_ids:
+                text.append(delta)
+                continue
+            self._embedding_ids.remove(delta.request_id)
+            reason = delta.finish_reason or "error"
+            self._counters.requests_finished[reason] += 1
+            error = None if delta.embedding is not None else delta.error or f"it ended by {reason}"
+            self._channel.send(Embedding(delta.request_id, delta.embedding or [], error))
+        return text
+
     def _delta(self, new: ChoiceDelta) -> Delta:
         self._counters.generation_tokens += len(new.token_ids)
         if new.finish_reason is not None:
             self._counters.requests_finished[new.finish_reason] += 1
-        logprobs = None if new.logprobs is None else [_token_logprobs(step) for step in new.logprobs]
+        logprobs = None if new.logprobs is None else [_candidates(step) for step in new.logprobs]
+        prompt_logprobs = None
+        if new.prompt_logprobs is not None:
+            prompt_logprobs = [None if row is None else _candidates(row) for row in new.prompt_logprobs]
         return Delta(
             new.request_id,
             new.choice,
@@ -201,17 +217,19 @@ class EngineLoop:
             new.finish_reason,
             new.stop_reason,
             new.error,
+            prompt_logprobs,
         )
 
 
-def _sampling_params(fields: dict[str, Any]) -> SamplingParams:
+_EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, pooling="last")
+
+
+def _sampling_params(fields: dict[str, Any], *, prompt_logprobs: int | None) -> SamplingParams:
     try:
-        return SamplingParams(**fields)
+        return SamplingParams(**fields, prompt_logprobs=prompt_logprobs)
     except TypeError as error:
         raise RequestError(f"sampling parameters: {error}") from None
 
 
-def _token_logprobs(step: dict[int, Logprob]) -> list[TokenLogprob]:
-    return [
-        TokenLogprob(token, entry.logprob, entry.rank, entry.decoded_token) for token, entry in step.items()
-    ]
+def _candidates(row: dict[int, Logprob]) -> list[TokenLogprob]:
+    return [TokenLogprob(token, e.logprob, e.rank, e.decoded_token) for token, e in row.items()]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapless.errors import GaplessError, GraphError
 from gapless.serve.channel import Addresses, EngineChannel
-from gapless.serve.engine_loop import Embed, EngineLoop
+from gapless.serve.engine_loop import EngineLoop
 from gapless.serve.messages import EngineInfo, Failed, FromEngine, Progress, Ready
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class ServedEngine:
 
     core: EngineCore
     info: EngineInfo
-    embed: Embed | None = None
 
 
 EngineOpener = Callable[[ReportProgress], ServedEngine]
@@ -90,7 +89,6 @@ def _serve(open_engine: EngineOpener, channel: EngineChannel) -> int:
             channel,
             report=runner.report,
             log=getattr(runner, "log", None),
-            embed=engine.embed,
         )
         # What start-up has made lives as long as the process: the collector need not look at it again.
         gc.collect()

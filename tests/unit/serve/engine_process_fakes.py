@@ -82,7 +82,12 @@ class CountingRunner:
             + [TokenLogprob(i, -1.0 - i, i + 2) for i in range(entry.sequence.params.logprobs)]
             for entry, token in zip(sampled, tokens, strict=True)
         ]
-        return CompletedStep(StepResult(token_ids=tokens, logprobs=logprobs))
+        pooled = {
+            position: [float(entry.end), float(sum(entry.sequence.token_ids))]
+            for position, entry in enumerate(batch.entries)
+            if entry.samples and entry.sequence.params.pooling
+        }
+        return CompletedStep(StepResult(token_ids=tokens, logprobs=logprobs, pooled=pooled))
 
     def padded_eager(self) -> Any:
         return nullcontext()
@@ -120,13 +125,7 @@ class OpenFake:
             raise ZeroDivisionError("a bug")
         progress("weights", 2, 2)
         core = make_core(max_num_reqs=self.max_num_reqs, num_blocks=self.num_blocks, step_s=self.step_s)
-        return ServedEngine(core=core, info=make_info(core), embed=embed)
-
-
-def embed(token_ids: Sequence[int]) -> list[float]:
-    if token_ids[0] == CRASHING_TOKEN:
-        raise ZeroDivisionError("a bug in the pooling")
-    return [float(len(token_ids)), float(sum(token_ids))]
+        return ServedEngine(core=core, info=make_info(core))
 
 
 def make_core(*, max_num_reqs: int = 8, num_blocks: int = 1000, step_s: float = 0.0) -> EngineCore:
