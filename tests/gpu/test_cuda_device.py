@@ -198,6 +198,14 @@ def leave_a_stream_unjoined(x: Tensor) -> Tensor:
     return x + 1
 
 
+def allocate_too_much(x: Tensor) -> Tensor:
+    return x.repeat(1 << 36)
+
+
+def break_then_allocate_too_much(x: Tensor) -> Tensor:
+    return allocate_too_much(scale(x + 1))
+
+
 def break_then_read(x: Tensor) -> Tensor:
     return read_the_device(scale(x + 1))
 
@@ -207,6 +215,8 @@ FAILURES = {
     "exception": (raise_error, "LookupError: on purpose"),
     "unjoined_stream": (leave_a_stream_unjoined, "not joined"),
     "after_a_break": (break_then_read, "segment 1"),
+    "allocation": (allocate_too_much, "OutOfMemoryError"),
+    "allocation_after_a_break": (break_then_allocate_too_much, "segment 1"),
 }
 
 

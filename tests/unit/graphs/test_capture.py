@@ -56,6 +56,14 @@ def fails_on_shapes() -> Tensor:
     return (X * 3) @ torch.zeros(5)
 
 
+def fails_to_allocate() -> Tensor:
+    return X.repeat(1 << 40)
+
+
+def fails_to_allocate_in_a_later_segment() -> Tensor:
+    return double(X + 1).repeat(1 << 40)
+
+
 FAILURES: list[tuple[Callable[[], Tensor], int, str]] = [
     (fails_at_once, 0, "LookupError: at once"),
     (fails_after_ops, 0, "LookupError: after ops"),
@@ -63,6 +71,8 @@ FAILURES: list[tuple[Callable[[], Tensor], int, str]] = [
     (fails_in_second_segment, 1, "Tensor.tolist"),
     (fails_in_break_body, 1, "LookupError: from the break body"),
     (fails_on_shapes, 0, "aten.dot.default"),
+    (fails_to_allocate, 0, "aten.repeat.default"),
+    (fails_to_allocate_in_a_later_segment, 1, "aten.repeat.default"),
 ]
 by_failure = pytest.mark.parametrize(
     ("fn", "segment", "reason"), FAILURES, ids=lambda v: getattr(v, "__name__", None)
