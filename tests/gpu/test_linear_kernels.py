@@ -168,5 +168,5 @@ def oracle(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, is_gated: boo
 
 def assert_near(actual: Tensor, expected: Tensor, case: object) -> None:
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    step = torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual, expected, atol=step, rtol=2 * step, msg=lambda text: f"{case}: {text}")
+    step = 4 * torch.finfo(actual.dtype).eps  # cuBLAS adds parts of a sum, and the bias, after rounding
+    torch.testing.assert_close(actual, expected, atol=step, rtol=step, msg=lambda text: f"{case}: {text}")

@@ -83,21 +83,21 @@ def default_tiles(product: Product) -> Tiles | None:
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
         return None  # rows that are not aligned would be read two bytes at a time
     if product.num_tokens == 1:
-        block_i = min(1024, next_power_of_2(product.num_in))
-        return Tiles(
-            on_tensor_cores=False,
-            block_o=4,
-            block_i=block_i,
-            num_early=min(-(-product.num_in // block_i), 4),
-            num_warps=4,
-        )
+        return _gemv_tiles(product.num_in)
     if product.num_tokens <= 8:
         return _tiles_for_a_few(product)
     if product.num_tokens <= 32:
         return _tiles_for_some(product)
     if product.num_in <= 1024 and product.is_gated and product.num_rows <= 16384:
-        return _streaming_tiles(num_early=0)
+        return _streaming_tiles()
     return None
+
+
+def _gemv_tiles(num_in: int) -> Tiles:
+    is_long = num_in > 4096  # such rows stream; of shorter ones all is in flight before the wait
+    block_i = 2048 if is_long else min(1024, next_power_of_2(num_in))
+    num_early = 2 if is_long else -(-num_in // block_i)
+    return Tiles(on_tensor_cores=False, block_o=4, block_i=block_i, num_early=num_early, num_warps=4)
 
 
 def _tiles_for_a_few(product: Product) -> Tiles:
@@ -109,6 +109,8 @@ def _tiles_for_a_few(product: Product) -> Tiles:
         return _split_tiles(block_o=16, block_i=256, split=4, num_early=-(-num_in // 1024))
     if num_in <= 4096 and num_rows <= 2048:
         return _split_tiles(block_o=16, block_i=256, split=8, num_early=2)
+    if num_in > 2048 and num_rows > 65536:
+        return _split_tiles(block_o=32, block_i=64, split=4, num_early=2)
     num_stages = 3 if num_in <= 2048 else 5
     return _split_tiles(block_o=16, block_i=128, split=4, num_early=0, num_stages=num_stages)
 
@@ -119,10 +121,15 @@ def _tiles_for_some(product: Product) -> Tiles:
     if num_rows <= 2048:
         if num_in <= 2048:
             return _split_tiles(block_o=16, block_i=256, split=4, num_early=-(-num_in // 1024))
-        return _split_tiles(block_o=16, block_i=128, split=4, num_early=0, prefetch=2048, num_stages=4)
+        block_i = 256 if product.num_tokens <= 16 else 128  # shared memory has no room for more
+        return _split_tiles(block_o=16, block_i=block_i, split=4, num_early=0, prefetch=2048, num_stages=4)
     if num_rows <= 4096 and num_in >= 4096:
         return _split_tiles(block_o=32, block_i=64, split=4, num_early=0, num_stages=5)
-    return _streaming_tiles(num_early=2 if num_in <= 1024 and num_rows <= 16384 else 0)
+    if num_in <= 1024 and num_rows <= 16384 and product.num_tokens > 16:
+        return _streaming_tiles(num_early=2)
+    if num_in <= 1024 and num_rows > 65536 and product.num_tokens <= 16:
+        return _streaming_tiles(block_i=64, num_stages=6)
+    return _streaming_tiles()
 
 
 def _split_tiles(
@@ -140,9 +147,14 @@ def _split_tiles(
     )
 
 
-def _streaming_tiles(*, num_early: int) -> Tiles:
+def _streaming_tiles(*, block_i: int = 128, num_early: int = 0, num_stages: int = 4) -> Tiles:
     return Tiles(
-        on_tensor_cores=True, block_o=64, block_i=128, num_early=num_early, num_warps=4, num_stages=4
+        on_tensor_cores=True,
+        block_o=64,
+        block_i=block_i,
+        num_early=num_early,
+        num_warps=4,
+        num_stages=num_stages,
     )
 
 

@@ -14,6 +14,16 @@ from compile_fused_kernels import compile_launch
 from gapless.kernels import linear, linear_jit
 from gapless.kernels.linear_choice import default_tiles
 
+CASES = (
+    (torch.bfloat16, 1, ((2048, 1024), (2048, 4096), (2048, 14336))),
+    (torch.float16, 1, ((2048, 3072),)),
+    (torch.bfloat16, 8, ((2048, 1024), (2048, 3072), (8192, 1024), (8192, 4096), (131072, 4096))),
+    (torch.float16, 16, ((2048, 3072), (131072, 1024))),
+    (torch.bfloat16, 32, ((2048, 2048), (2048, 3072), (4096, 14336), (8192, 1024))),
+    (torch.bfloat16, 64, ((8192, 1024),)),
+)
+"""Tokens, and rows and columns of the weights."""
+
 
 class CompilingKernels:
     def __getattr__(self, name: str) -> Any:
@@ -35,13 +45,16 @@ class Launcher:
 
 def main() -> None:
     linear._kernels = CompilingKernels  # type: ignore[assignment]
-    linear.choose = lambda product, device: default_tiles(product)
     linear.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}
-    for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 1), (torch.bfloat16, 8)):
-        for num_in in (1024, 3072, 4096):
-            x, weight = torch.zeros(num_tokens, num_in, dtype=dtype), torch.zeros(2048, num_in, dtype=dtype)
-            linear.small_linear(x, weight, None)
-            linear.gate_up_silu(x, weight, weight[:, 0].contiguous())
+    for dtype, num_tokens, shapes in CASES:
+        for num_rows, num_in in shapes:
+            x = torch.empty(num_tokens, num_in, dtype=dtype, device="meta")
+            weight = torch.empty(num_rows, num_in, dtype=dtype, device="meta")
+            for bias in (None, torch.empty(num_rows, dtype=dtype, device="meta")):
+                matrices = linear.Matrices(weights=(weight,), bias=bias, is_gated=bias is not None)
+                tiles = default_tiles(matrices.product(num_tokens))
+                if tiles is not None:
+                    linear.launch_product(x, weight, bias, tiles, is_gated=matrices.is_gated)
 
 
 if __name__ == "__main__":
