@@ -165,7 +165,7 @@ def _find_cuts(
         *params,
         stride,
         CHUNK=_CHUNK,
-        TILE=min(_CHUNK, 1024),
+        TILE=min(_CHUNK, 256),
         NUM_SPLITTERS=NUM_SPLITTERS,
         num_warps=8,
         **chunks,
@@ -203,7 +203,7 @@ def _find_cuts(
             NUM_SPLITTERS=NUM_SPLITTERS,
             LIST=LIST_SIZE,
             BY_MASS=by_mass,
-            num_warps=32,
+            num_warps=16,
             **chunks,
             **options,
         )

@@ -104,16 +104,19 @@ def weigh_splitters_kernel(
     best = _row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
     number_N = tl.arange(0, NUM_SPLITTERS)
     splitter_N = _gap(tl.load(splitter_RN + row * NUM_SPLITTERS + number_N), best)
-    count_N = tl.zeros((NUM_SPLITTERS,), tl.int32)
-    mass_N = tl.zeros((NUM_SPLITTERS,), tl.float32)
-    for start in range(0, CHUNK, TILE):
+    # A thread has its own elements and all splitters: nothing is computed twice, and there is one reduction.
+    count_NT = tl.zeros((NUM_SPLITTERS, TILE), tl.int32)
+    mass_NT = tl.zeros((NUM_SPLITTERS, TILE), tl.float32)
+    for start in tl.range(0, CHUNK, TILE, loop_unroll_factor=4):
         element = chunk * CHUNK + start + tl.arange(0, TILE)
         value = tl.load(logits_RV + row * logits_stride_r + element, mask=element < SIZE, other=float("-inf"))
         gap = _gap(value, best)
         weight = _weight(gap, temperature)
-        is_better = gap[:, None] < splitter_N[None, :]
-        count_N += tl.sum(is_better.to(tl.int32), 0)
-        mass_N += tl.sum(tl.where(is_better, weight[:, None], 0.0), 0)
+        is_better = gap[None, :] < splitter_N[:, None]
+        count_NT += is_better.to(tl.int32)
+        mass_NT += tl.where(is_better, weight[None, :], 0.0)
+    count_N = tl.sum(count_NT, 1)
+    mass_N = tl.sum(mass_NT, 1)
     target = (row * NUM_CHUNKS + chunk) * NUM_SPLITTERS + number_N
     tl.store(count_RCN + target, count_N)
     tl.store(mass_RCN + target, mass_N)
@@ -243,15 +246,27 @@ def find_cut_kernel(
         fits = low_bits
         exceeds = tl.minimum(high.to(tl.int32, bitcast=True), old_cut + 1)
         below = base
-        while exceeds - fits > 1:
-            trial = fits + (exceeds - fits) // 2
-            weight = base + _sum_below(
-                trial, low_bits, listed, num_between, source, best, temperature, SIZE, TILE, LIST, BY_MASS
-            )
-            is_fit = weight < budget
-            fits = tl.where(is_fit, trial, fits)
-            exceeds = tl.where(is_fit, exceeds, trial)
-            below = tl.where(is_fit, weight, below)
+        if (num_between <= TILE) & (num_between <= LIST):
+            place = tl.arange(0, TILE)
+            gap = tl.load(listed + place, mask=place < num_between, other=float("inf"))
+            weight = _weight(gap, temperature)  # once: the search itself stays in registers
+            while exceeds - fits > 1:
+                trial = fits + (exceeds - fits) // 2
+                found = base + _sum_tile(gap, weight, trial, low_bits, BY_MASS)
+                is_fit = found < budget
+                fits = tl.where(is_fit, trial, fits)
+                exceeds = tl.where(is_fit, exceeds, trial)
+                below = tl.where(is_fit, found, below)
+        else:
+            while exceeds - fits > 1:
+                trial = fits + (exceeds - fits) // 2
+                found = base + _sum_below(
+                    trial, low_bits, listed, num_between, source, best, temperature, SIZE, TILE, LIST, BY_MASS
+                )
+                is_fit = found < budget
+                fits = tl.where(is_fit, trial, fits)
+                exceeds = tl.where(is_fit, exceeds, trial)
+                below = tl.where(is_fit, found, below)
         cut = fits
         cut_weight = _weight(cut.to(tl.float32, bitcast=True), temperature)
         if BY_MASS:
@@ -479,22 +494,23 @@ def _sum_below(
         while start < num_listed:
             place = start + tl.arange(0, TILE)
             gap = tl.load(listed + place, mask=place < num_listed, other=float("inf"))
-            total += _sum_tile(gap, bits, low_bits, temperature, BY_MASS)
+            total += _sum_tile(gap, _weight(gap, temperature), bits, low_bits, BY_MASS)
             start += TILE
     else:
         for start in range(0, SIZE, TILE):
             place = start + tl.arange(0, TILE)
             value = tl.load(source + place, mask=place < SIZE, other=float("-inf"))
-            total += _sum_tile(_gap(value, best), bits, low_bits, temperature, BY_MASS)
+            gap = _gap(value, best)
+            total += _sum_tile(gap, _weight(gap, temperature), bits, low_bits, BY_MASS)
     return total
 
 
 @triton.jit
-def _sum_tile(gap, bits, low_bits, temperature, BY_MASS: tl.constexpr):
+def _sum_tile(gap, weight, bits, low_bits, BY_MASS: tl.constexpr):
     gap_bits = gap.to(tl.int32, bitcast=True)
     is_below = (gap_bits < bits) & (gap_bits >= low_bits)
     if BY_MASS:
-        return tl.sum(tl.where(is_below, _weight(gap, temperature), 0.0), 0).to(tl.float64)
+        return tl.sum(tl.where(is_below, weight, 0.0), 0).to(tl.float64)
     else:
         return tl.sum(is_below.to(tl.int32), 0).to(tl.float64)
 
