@@ -31,13 +31,18 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 class RequestLog:
     """ASGI middleware. Must be added last, which makes it the first to see a request."""
 
-    def __init__(self, app: ASGIApp, *, metrics: RequestMetrics, form: AccessLog) -> None:
-        self._app, self._metrics, self._form = app, metrics, form
+    def __init__(
+        self, app: ASGIApp, *, metrics: RequestMetrics, form: AccessLog, root_path: str = ""
+    ) -> None:
+        """``root_path``: a proxy's prefix, which may or may not still be on the path."""
+        self._app, self._metrics, self._form, self._root_path = app, metrics, form, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path:
+            scope["root_path"] = self._root_path
         entry = _Entry(scope)
 
         async def send_with_id(message: Message) -> None:

@@ -19,7 +19,7 @@ from gapless.serve.access_log import RequestLog
 from gapless.serve.auth import KeyCheck
 from gapless.serve.client import EngineClient
 from gapless.serve.context import ServeContext, TextTokenizer, now
-from gapless.serve.errors import ApiError, ClientGoneError, as_api_error
+from gapless.serve.errors import ApiError, as_api_error
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.routes import chat, completions, embeddings, status, tokens
 from gapless.serve.routes.documented import describe
@@ -44,7 +44,6 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
     app = FastAPI(
         title="Gapless",
         version=version(),
-        root_path=settings.root_path,
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
@@ -65,13 +64,11 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestLog, metrics=metrics, form=settings.access_log)
+    app.add_middleware(RequestLog, metrics=metrics, form=settings.access_log, root_path=settings.root_path)
     return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGoneError):
-        raise error  # nobody is left to answer; the log notes it
     known = as_api_error(error)
     if known.code == "internal_error":
         raise error  # logged with its traceback in one place

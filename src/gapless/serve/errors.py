@@ -73,8 +73,8 @@ class ApiError(GaplessError):
         return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
 
 
-class ClientGoneError(GaplessError):
-    """The connection was closed before the answer was ready."""
+class ClientGoneError(Exception):
+    """The connection was closed: there is nobody to answer, so no handler may turn this into an answer."""
 
 
 def as_api_error(error: Exception) -> ApiError:
