@@ -19,7 +19,7 @@ import torch
 from gapless.errors import MemoryLimitError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device.base import GraphDevice
-from gapless.graphs.runner import GraphRunner
+from gapless.graphs.runner import WARM_UP_OUT_OF_MEMORY, GraphRunner
 from gapless.graphs.store import FailedCapture, GraphStore
 
 _MARGIN = 1.1
@@ -136,6 +136,8 @@ def _capture_largest(
         for descriptor in sorted(descriptors, reverse=True):
             num_left -= 1
             if runner.capture([descriptor]):
+                if store.failures[-1].cause == WARM_UP_OUT_OF_MEMORY:
+                    raise torch.cuda.OutOfMemoryError(store.failures[-1].message)
                 continue
             row = store.ledger[-1]
             if len(samples) > num_before:  # the second one stands for itself and all smaller ones

@@ -31,6 +31,9 @@ from gapless.graphs.wrapper import GraphWrapper
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_OUT_OF_MEMORY = "there is too little memory even for an eager run of this size, before its capture"
+"""Cause of such a failed capture."""
+
 Values = Mapping[str, np.ndarray | Tensor]
 Amend = Callable[[InputViews], None]
 
@@ -263,7 +266,12 @@ class GraphRunner:
             self.inputs.load_on_device(views, {name: v for name, v in values.items() if name in on_device})
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
-        bucket = self._warm_up(descriptor, times=self.store.device.num_warmups)
+        try:
+            bucket = self._warm_up(descriptor, times=self.store.device.num_warmups)
+        except torch.OutOfMemoryError as error:
+            raise CaptureError(
+                f"{WARM_UP_OUT_OF_MEMORY}: {error}", cause=WARM_UP_OUT_OF_MEMORY
+            ) from error.with_traceback(None)  # its frames own the memory that later sizes need
         with torch.no_grad(), use_forward_context(bucket.contexts[self.strategy.runtime_mode]):
             self._call(bucket.views)
 

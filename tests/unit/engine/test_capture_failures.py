@@ -16,6 +16,8 @@ from gapless.config import EngineConfig
 from gapless.engine import build
 from gapless.engine.graph_set import GraphSet
 from gapless.engine.runner import ModelRunner
+from gapless.errors import MemoryLimitError
+from gapless.graphs.device import get_device
 
 PREFILL_SIZES = (4, 8, 12, 16, 20, 24, 28, 32)
 
@@ -122,3 +124,35 @@ def test_without_a_measurement_the_hints_are_shown_once_too(
     assert ["usual causes" in warning for warning in warnings] == [True] + [False] * (len(bad) - 1)
     assert all(f"as size {max(bad)}: " in warning for warning in warnings[1:])
     assert all("test_capture_failures.py" in warning for warning in warnings)
+
+
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    """In every eager forward of so many tokens while graphs are captured; each size is warmed up."""
+    forward = GraphSet._hidden_states
+
+    def too_large(self: GraphSet, views):  # type: ignore[no-untyped-def]
+        if views.sizes["tokens"] == num_tokens and self.store.is_capturing:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(self, views)
+
+    monkeypatch.setattr(GraphSet, "_hidden_states", too_large)
+    monkeypatch.setattr(get_device(torch.device("cpu")), "num_warmups", 1)
+
+
+def test_a_size_whose_warm_up_runs_out_of_memory_stays_eager(tmp_path: Path, monkeypatch) -> None:
+    expected = tokens_of(open_tiny(tmp_path).runner, 32)
+    run_out_of_memory(monkeypatch, 32)
+    runner = open_tiny(tmp_path, cuda_graph_backend_prefill="full").runner
+    (failure,) = runner.report()["failures"]
+    assert "too little memory even for an eager run" in failure["message"]
+    assert tokens_of(runner, 32) == expected
+    assert [row["reason"] for row in runner.report()["eager"]] == ["capture_failed"]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_largest_step_that_does_not_fit_while_memory_is_measured_ends_the_start(
+    tmp_path: Path, monkeypatch
+) -> None:
+    run_out_of_memory(monkeypatch, 32)
+    with pytest.raises(MemoryLimitError, match="--chunked-prefill-size"):
+        open_tiny(tmp_path, cuda_graph_backend_prefill="full")

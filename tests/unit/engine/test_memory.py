@@ -71,7 +71,7 @@ class FakeRunner:
         failed = []
         for descriptor in descriptors:
             if descriptor.num_tokens not in self.costs:
-                self.store.failures.append(SimpleNamespace(message=f"no {descriptor.num_tokens}"))
+                self.store.failures.append(SimpleNamespace(message=f"no {descriptor.num_tokens}", cause=""))
                 failed.append(descriptor)
                 continue
             pool_bytes, driver_bytes = self.costs[descriptor.num_tokens]
