@@ -6,11 +6,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gapless.kernels import linear_choice, linear_tuner
+from gapless.kernels import linear, linear_choice, linear_tuner
 from gapless.kernels.linear import Matrices
 from gapless.kernels.linear_choice import (
     MAX_TOKENS,
@@ -24,6 +25,8 @@ from gapless.kernels.linear_choice import (
     token_bucket,
 )
 from gapless.kernels.linear_tuner import best_tiles, candidates, tune_products
+from gapless.models import fused
+from gapless.models.layers import Linear
 
 CPU = torch.device("cpu")
 GEMV = Tiles(on_tensor_cores=False, block_o=8, block_i=1024, num_early=1, num_warps=4)
@@ -228,3 +231,53 @@ def test_tuning_stores_a_choice_for_every_bucket(monkeypatch: pytest.MonkeyPatch
     }
     forget_stored_choices()
     assert {p: choose(p, CPU) for p in choices} == choices
+
+
+class RecordingKernel:
+    def __init__(self) -> None:
+        self.compiled: list[dict[str, object]] = []
+
+    def warmup(self, *args: object, grid: tuple[int, ...], **constants: object) -> None:
+        self.compiled.append(constants)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_kernels_of_every_bucket_are_compiled_before_they_are_needed(
+    is_gated: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gemv, tile = RecordingKernel(), RecordingKernel()
+    monkeypatch.setattr(linear, "_kernels", lambda: SimpleNamespace(gemv_kernel=gemv, tile_kernel=tile))
+    monkeypatch.setattr(linear, "choose", lambda p, device: GEMV if p.num_tokens == 1 else TILE)
+    weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16() if has_bias else None
+    linear.compile_products([Matrices(weights=(weight,), bias=bias, is_gated=is_gated)])
+    assert [constants["NUM_TOKENS"] for constants in gemv.compiled] == [1]
+    assert [constants["TOKENS_PAD"] for constants in tile.compiled] == [8, 8, 8, 16, 32, 64]
+    for constants in (*gemv.compiled, *tile.compiled):
+        assert (constants["IS_GATED"], constants["HAS_BIAS"]) == (is_gated, has_bias)
+        assert constants["NUM_IN"] == 64
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_loaded_model_times_its_products_only_when_asked(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GAPLESS_TUNE_LINEAR", "1" if asked else "0")
+    calls: list[tuple[str, list[tuple[int, bool]]]] = []
+
+    def note(name: str) -> Callable[[list[Matrices]], None]:
+        return lambda groups: calls.append((name, [(len(group.weights), group.is_gated) for group in groups]))
+
+    monkeypatch.setattr(linear_tuner, "tune_products", note("time"))
+    monkeypatch.setattr(fused, "compile_products", note("compile"))
+    block = SimpleNamespace(
+        attention=SimpleNamespace(qkv=make_linear(), out=make_linear()),
+        mlp=SimpleNamespace(gate_up=make_linear(), down=make_linear()),
+    )
+    fused.prepare_products(SimpleNamespace(blocks=[block] * 3, lm_head=make_linear()))  # type: ignore[arg-type]
+    products = [(3, False), (3, False), (3, True), (3, False), (1, False)]
+    assert calls == [("time", products), ("compile", products)][0 if asked else 1 :]
+
+
+def make_linear() -> Linear:
+    return Linear(torch.nn.Parameter(torch.randn(4, 4), requires_grad=False))
