@@ -151,7 +151,7 @@ def triton_paged_attention(
         max_keys=block_table.shape[1] * k_cache.shape[1],
     )
     if decode is not None and num_tokens <= num_reqs * decode.block_q:
-        _decode(decode, tensors, batch, arguments, options)
+        _decode(decode, max_query_len, tensors, batch, arguments, options)
     else:
         prefill = prefill_tile(
             group=group,
@@ -190,6 +190,7 @@ def _prefill(
 
 def _decode(
     tile: DecodeTile,
+    max_query_len: int,
     tensors: tuple[Tensor, ...],
     batch: tuple[Tensor, ...],
     arguments: tuple[int | float, ...],
@@ -200,17 +201,14 @@ def _decode(
     query_start_loc, seq_lens, _ = batch
     num_reqs = seq_lens.shape[0]
     group_pad = next_power_of_2(num_heads // num_kv_heads)
-    shape = (num_reqs, num_kv_heads, tile.num_splits, tile.block_q * group_pad)
-    # With one split nothing is stored in them, and any tensor will do.
+    num_rows = tile.block_q * group_pad
+    # With one split nothing is stored in them, and any tensor will do. Scratch comes from the graph's pool.
     part = stat = seq_lens
     if tile.num_splits > 1:
-        part = query_THD.new_empty((*shape, options["HEAD_PAD"]), dtype=torch.float32)
-        stat = query_THD.new_empty((*shape, 2), dtype=torch.float32)
-    shared = {
-        "GROUP_PAD": group_pad,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_N": tile.block_n,
-    }
+        shape = (num_reqs, num_kv_heads, tile.num_splits)
+        part = query_THD.new_empty((*shape, num_rows, options["HEAD_PAD"]), dtype=torch.float32)
+        stat = query_THD.new_empty((*shape, 2, num_rows), dtype=torch.float32)
+    shared = {"GROUP_PAD": group_pad, "BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n}
     kernels = _kernels()
     kernels.decode_attention_kernel[(num_kv_heads, num_reqs, tile.num_splits)](
         *tensors,
@@ -227,7 +225,7 @@ def _decode(
     )
     if tile.num_splits > 1:
         del options["BLOCK_SIZE"], options["DOT_PRECISION"]
-        kernels.combine_splits_kernel[(num_heads, num_reqs, tile.block_q)](
+        kernels.combine_splits_kernel[(num_heads, num_reqs, max_query_len)](
             part,
             stat,
             out_THD,

@@ -63,7 +63,7 @@ def poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 50])
-@pytest.mark.parametrize("num_splits", [1, 3, 16])
+@pytest.mark.parametrize("num_splits", [1, 3, 7])
 def test_any_number_of_splits_and_any_window(
     monkeypatch: pytest.MonkeyPatch, num_splits: int, window: int | None
 ) -> None:
@@ -93,7 +93,7 @@ def test_queries_of_one_request_may_end_in_different_splits(
 ) -> None:
     """A split whose keys come after a query says nothing about it."""
     use_splits(monkeypatch, 8, group=2, query_len=8)
-    check([(28, 8), (0, 8), (44, 8), (9, 2)], window=window, head_size=16, max_query_len=8)
+    check([(28, 8), (0, 8), (9, 2)], window=window, head_size=16, max_query_len=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -103,13 +103,11 @@ def test_any_head_size_and_dtype(monkeypatch: pytest.MonkeyPatch, head_size: int
     check([(50, 1), (0, 1)], head_size=head_size, dtype=dtype, max_query_len=1, pad_tokens=1)
 
 
-@pytest.mark.parametrize("block_n", [16, 32, 64])
+@pytest.mark.parametrize("block_n", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 24, 32, 64, 128])
 def test_any_block_size(monkeypatch: pytest.MonkeyPatch, block_size: int, block_n: int) -> None:
     use_splits(monkeypatch, 4, group=2, block_n=block_n)
-    check(
-        [(200, 1), (block_size - 1, 1), (block_size, 1)], block_size=block_size, head_size=16, max_query_len=1
-    )
+    check([(150, 1), (block_size - 1, 1)], block_size=block_size, head_size=16, max_query_len=1)
 
 
 def test_pad_rows_beyond_the_requests_become_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
