@@ -128,7 +128,8 @@ class EngineLoop:
                 value = self._report() if message.what == "report" else dict(self.stats())
                 self._channel.send(Answer(message.query_id, value))
             case Shutdown():
-                self._deadline_s = self._clock() + message.drain_s
+                deadline_s = self._clock() + message.drain_s
+                self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
 
     def _start_request(self, message: GenerateRequest) -> None:
         if message.grammar is not None:
