@@ -84,7 +84,12 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start one step; its tokens are on their way to the host when this returns."""
+        """Start one step; its tokens are on their way to the host when this returns.
+
+        It runs on the device's own stream, after all that the caller's stream was given before (a weight
+        written in place, say). The caller's stream does not wait for it: what a step leaves on the device may
+        be read or overwritten once its tokens have been waited for.
+        """
         if self._is_shut_down:
             raise GaplessError("the runner has been shut down: its graphs and cache are gone")
         arrays = self._builder.build(batch)
