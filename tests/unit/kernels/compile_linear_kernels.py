@@ -15,14 +15,14 @@ from gapless.kernels import linear, linear_jit
 from gapless.kernels.linear_choice import default_tiles
 
 CASES = (
-    (torch.bfloat16, 1, ((2048, 1024), (2048, 4096), (2048, 14336))),
-    (torch.float16, 1, ((2048, 3072),)),
-    (torch.bfloat16, 8, ((2048, 1024), (2048, 3072), (8192, 1024), (8192, 4096), (131072, 4096))),
-    (torch.float16, 16, ((2048, 3072), (131072, 1024))),
-    (torch.bfloat16, 32, ((2048, 2048), (2048, 3072), (4096, 14336), (8192, 1024))),
-    (torch.bfloat16, 64, ((8192, 1024),)),
+    (torch.bfloat16, 1, False, ((2048, 1024), (2048, 4096), (2048, 14336))),
+    (torch.float16, 1, True, ((2048, 3072),)),
+    (torch.bfloat16, 8, True, ((2048, 1024), (2048, 3072), (8192, 1024), (8192, 4096), (131072, 4096))),
+    (torch.float16, 16, False, ((2048, 3072), (131072, 1024))),
+    (torch.bfloat16, 32, False, ((2048, 2048), (2048, 3072), (4096, 14336), (8192, 1024))),
+    (torch.bfloat16, 64, True, ((8192, 1024),)),
 )
-"""Tokens, and rows and columns of the weights."""
+"""Tokens, whether gate and up (then with a bias), and rows and columns of the weights."""
 
 
 class CompilingKernels:
@@ -46,15 +46,15 @@ class Launcher:
 def main() -> None:
     linear._kernels = CompilingKernels  # type: ignore[assignment]
     linear.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}
-    for dtype, num_tokens, shapes in CASES:
+    for dtype, num_tokens, is_gated, shapes in CASES:
         for num_rows, num_in in shapes:
             x = torch.empty(num_tokens, num_in, dtype=dtype, device="meta")
             weight = torch.empty(num_rows, num_in, dtype=dtype, device="meta")
-            for bias in (None, torch.empty(num_rows, dtype=dtype, device="meta")):
-                matrices = linear.Matrices(weights=(weight,), bias=bias, is_gated=bias is not None)
-                tiles = default_tiles(matrices.product(num_tokens))
-                if tiles is not None:
-                    linear.launch_product(x, weight, bias, tiles, is_gated=matrices.is_gated)
+            bias = torch.empty(num_rows, dtype=dtype, device="meta") if is_gated else None
+            matrices = linear.Matrices(weights=(weight,), bias=bias, is_gated=is_gated)
+            tiles = default_tiles(matrices.product(num_tokens))
+            assert tiles is not None
+            linear.launch_product(x, weight, bias, tiles, is_gated=is_gated)
 
 
 if __name__ == "__main__":
