@@ -6,7 +6,7 @@ two neighbours, and the few thousand tokens between those are listed and searche
 float. Should too many lie there (ties), the search reads the whole row instead: slower, the same result.
 Sums are made in an order that depends on the row's length alone, never on the number of rows, so a draw does
 not depend on the batch. Rows whose temperature is 0 stop after the first kernel. Read ``sample.py`` for the
-order of the launches.
+order of the launches, ``sample_parts_jit.py`` for the parts that several kernels share.
 
 Shapes in names: R rows, V vocabulary, C chunks of the vocabulary, N splitters, L listed tokens. A *gap* is
 how far a logit lies below its row's best; gaps are ordered as the bits of their floats are.
@@ -17,16 +17,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# mypy: allow-untyped-defs
+from gapless.kernels.sample_parts_jit import (
+    INFINITY_BITS,
+    STATE_BUDGET,
+    STATE_COLUMN,
+    STATE_CUT,
+    STATE_SIZE,
+    STATE_TIES,
+    bracket_of,
+    cut_of,
+    first_beyond,
+    first_column,
+    gap_below_best,
+    has_cut,
+    row_best,
+    sum_below,
+    sum_tile,
+    tokens_between,
+    uniform_of,
+    weight_of_gap,
+)
 
-LARGEST = tl.constexpr(3.4028234663852886e38)
-INFINITY_BITS = tl.constexpr(0x7F800000)
-# Per row, as the search hands it on: float64 so that one tensor holds counts and masses exactly.
-STATE_CUT = tl.constexpr(0)
-STATE_TIES = tl.constexpr(1)
-STATE_BUDGET = tl.constexpr(2)
-STATE_COLUMN = tl.constexpr(3)
-STATE_SIZE = tl.constexpr(4)
+# mypy: allow-untyped-defs
 
 
 @triton.jit
@@ -63,7 +75,7 @@ def best_and_splitters_kernel(
         tl.store(best_RC + row * NUM_CHUNKS + chunk, tl.where(has_nan != 0, float("nan"), best))
         tl.store(index_RC + row * NUM_CHUNKS + chunk, chunk * CHUNK + index.to(tl.int32))
     elif FILTERED:  # noqa: SIM102  (known when it is compiled, so not one condition with the next)
-        if _is_cut(row, temperature_R, top_k_R, top_p_R):
+        if has_cut(row, temperature_R, top_k_R, top_p_R):
             place = (tl.arange(0, SAMPLES).to(tl.int64) * SIZE // SAMPLES).to(tl.int32)
             value = tl.load(source + place)
             value = tl.sort(tl.where(value == value, value, float("-inf")), descending=True)
@@ -98,20 +110,20 @@ def weigh_splitters_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if not _is_cut(row, temperature_R, top_k_R, top_p_R):
+    if not has_cut(row, temperature_R, top_k_R, top_p_R):
         return
     temperature = tl.load(temperature_R + row)
-    best = _row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
+    best = row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
     number_N = tl.arange(0, NUM_SPLITTERS)
-    splitter_N = _gap(tl.load(splitter_RN + row * NUM_SPLITTERS + number_N), best)
+    splitter_N = gap_below_best(tl.load(splitter_RN + row * NUM_SPLITTERS + number_N), best)
     # A thread has its own elements and all splitters: nothing is computed twice, and there is one reduction.
     count_NT = tl.zeros((NUM_SPLITTERS, TILE), tl.int32)
     mass_NT = tl.zeros((NUM_SPLITTERS, TILE), tl.float32)
     for start in tl.range(0, CHUNK, TILE, loop_unroll_factor=4):
         element = chunk * CHUNK + start + tl.arange(0, TILE)
         value = tl.load(logits_RV + row * logits_stride_r + element, mask=element < SIZE, other=float("-inf"))
-        gap = _gap(value, best)
-        weight = _weight(gap, temperature)
+        gap = gap_below_best(value, best)
+        weight = weight_of_gap(gap, temperature)
         is_better = gap[None, :] < splitter_N[:, None]
         count_NT += is_better.to(tl.int32)
         mass_NT += tl.where(is_better, weight[None, :], 0.0)
@@ -150,7 +162,7 @@ def list_between_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if not _is_cut(row, temperature_R, top_k_R, top_p_R):
+    if not has_cut(row, temperature_R, top_k_R, top_p_R):
         return
     if BY_MASS:
         column = tl.load(state_RS + row * STATE_SIZE + STATE_COLUMN).to(tl.int32)
@@ -158,18 +170,18 @@ def list_between_kernel(
         top_k = tl.load(top_k_R + row)
         if top_k <= 0:
             return
-        column = _first_column(count_RCN, row, top_k, NUM_CHUNKS, CHUNKS_PAD, NUM_SPLITTERS)
+        column = first_column(count_RCN, row, top_k, NUM_CHUNKS, CHUNKS_PAD, NUM_SPLITTERS)
     if column >= NUM_SPLITTERS:
         return
-    between_C = _between(count_RCN, row, column, NUM_CHUNKS, CHUNKS_PAD, NUM_SPLITTERS)
+    between_C = tokens_between(count_RCN, row, column, NUM_CHUNKS, CHUNKS_PAD, NUM_SPLITTERS)
     if tl.sum(between_C, 0) > LIST:
         return
     before = tl.sum(tl.where(tl.arange(0, CHUNKS_PAD) < chunk, between_C, 0), 0)
-    best = _row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
-    low, high = _bracket(splitter_RN, row, column, best, NUM_SPLITTERS)
+    best = row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
+    low, high = bracket_of(splitter_RN, row, column, best, NUM_SPLITTERS)
     element = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits_RV + row * logits_stride_r + element, mask=element < SIZE, other=float("-inf"))
-    gap = _gap(value, best)
+    gap = gap_below_best(value, best)
     is_between = (gap >= low) & (gap < high)
     place = before + tl.cumsum(is_between.to(tl.int32), 0) - 1
     tl.store(gap_RL + row * LIST + place, gap, mask=is_between & (place < LIST))
@@ -203,10 +215,10 @@ def find_cut_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if not _is_cut(row, temperature_R, top_k_R, top_p_R):
+    if not has_cut(row, temperature_R, top_k_R, top_p_R):
         return
     temperature = tl.load(temperature_R + row)
-    best = _row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
+    best = row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
     state = state_RS + row * STATE_SIZE
     number_N = tl.arange(0, NUM_SPLITTERS)
     chunk_C = tl.arange(0, CHUNKS_PAD)
@@ -238,8 +250,8 @@ def find_cut_kernel(
     ties = old_ties
     mass = tl.sum(tl.where(number_N == NUM_SPLITTERS - 1, mass_N, 0.0), 0)
     if column < NUM_SPLITTERS:
-        low, high = _bracket(splitter_RN, row, column, best, NUM_SPLITTERS)
-        num_between = tl.sum(_between(count_RCN, row, column, NUM_CHUNKS, CHUNKS_PAD, NUM_SPLITTERS), 0)
+        low, high = bracket_of(splitter_RN, row, column, best, NUM_SPLITTERS)
+        num_between = tl.sum(tokens_between(count_RCN, row, column, NUM_CHUNKS, CHUNKS_PAD, NUM_SPLITTERS), 0)
         source = logits_RV + row * logits_stride_r
         listed = gap_RL + row * LIST
         low_bits = low.to(tl.int32, bitcast=True)
@@ -249,10 +261,10 @@ def find_cut_kernel(
         if (num_between <= TILE) & (num_between <= LIST):
             place = tl.arange(0, TILE)
             gap = tl.load(listed + place, mask=place < num_between, other=float("inf"))
-            weight = _weight(gap, temperature)  # once: the search itself stays in registers
+            weight = weight_of_gap(gap, temperature)  # once: the search itself stays in registers
             while exceeds - fits > 1:
                 trial = fits + (exceeds - fits) // 2
-                found = base + _sum_tile(gap, weight, trial, low_bits, BY_MASS)
+                found = base + sum_tile(gap, weight, trial, low_bits, BY_MASS)
                 is_fit = found < budget
                 fits = tl.where(is_fit, trial, fits)
                 exceeds = tl.where(is_fit, exceeds, trial)
@@ -260,7 +272,7 @@ def find_cut_kernel(
         else:
             while exceeds - fits > 1:
                 trial = fits + (exceeds - fits) // 2
-                found = base + _sum_below(
+                found = base + sum_below(
                     trial, low_bits, listed, num_between, source, best, temperature, SIZE, TILE, LIST, BY_MASS
                 )
                 is_fit = found < budget
@@ -268,14 +280,14 @@ def find_cut_kernel(
                 exceeds = tl.where(is_fit, exceeds, trial)
                 below = tl.where(is_fit, found, below)
         cut = fits
-        cut_weight = _weight(cut.to(tl.float32, bitcast=True), temperature)
+        cut_weight = weight_of_gap(cut.to(tl.float32, bitcast=True), temperature)
         if BY_MASS:
             share = (budget - below) / tl.maximum(cut_weight, 1e-37).to(tl.float64)
             new_ties = tl.minimum(tl.ceil(share), SIZE * 1.0)
             ties = tl.where(cut == old_cut, tl.minimum(new_ties, old_ties), new_ties)
         else:
             ties = budget - below
-            mass = tl.sum(tl.where(number_N == column - 1, mass_N, 0.0), 0) + _sum_below(
+            mass = tl.sum(tl.where(number_N == column - 1, mass_N, 0.0), 0) + sum_below(
                 cut, low_bits, listed, num_between, source, best, temperature, SIZE, TILE, LIST, True
             )
             mass += ties * cut_weight.to(tl.float64)
@@ -318,13 +330,13 @@ def weigh_kept_kernel(
     temperature = tl.load(temperature_R + row)
     if temperature <= 0:
         return
-    best = _row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
+    best = row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
     element = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits_RV + row * logits_stride_r + element, mask=element < SIZE, other=float("-inf"))
-    gap = _gap(value, best)
-    weight = _weight(gap, temperature)
+    gap = gap_below_best(value, best)
+    weight = weight_of_gap(gap, temperature)
     if FILTERED:
-        cut, _ = _cut_of(row, state_RS, temperature_R, top_k_R, top_p_R, SIZE)
+        cut, _ = cut_of(row, state_RS, temperature_R, top_k_R, top_p_R, SIZE)
         gap_bits = gap.to(tl.int32, bitcast=True)
         weight = tl.where((gap_bits < cut) & (weight >= tl.load(min_p_R + row)), weight, 0.0)
         is_tie = (gap_bits == cut) & (element < SIZE)
@@ -372,12 +384,12 @@ def draw_kernel(
     if (temperature <= 0) | (has_nan != 0):
         tl.store(tokens_R + row, tl.where(has_nan != 0, INVALID, best_token))
         return
-    best = _row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
+    best = row_best(best_RC, row, NUM_CHUNKS, CHUNKS_PAD)
     mass_C = tl.load(mass_RC + cell_C, mask=is_chunk_C, other=0.0).to(tl.float64)
     if FILTERED:
         min_p = tl.load(min_p_R + row)
-        cut, num_ties = _cut_of(row, state_RS, temperature_R, top_k_R, top_p_R, SIZE)
-        cut_weight = _weight(cut.to(tl.float32, bitcast=True), temperature)
+        cut, num_ties = cut_of(row, state_RS, temperature_R, top_k_R, top_p_R, SIZE)
+        cut_weight = weight_of_gap(cut.to(tl.float32, bitcast=True), temperature)
         cut_weight = tl.where(cut_weight >= min_p, cut_weight, 0.0)
         ties_C = tl.load(ties_RC + cell_C, mask=is_chunk_C, other=0)
         ties_before_C = tl.cumsum(ties_C, 0) - ties_C
@@ -385,15 +397,15 @@ def draw_kernel(
         mass_C += kept_C.to(tl.float64) * cut_weight.to(tl.float64)
     upto_C = tl.cumsum(mass_C, 0)
     total = tl.max(upto_C, 0)
-    target = _uniform(tl.load(seed_R + row), tl.load(index_R + row)) * total
-    chunk = _first_beyond(chunk_C, upto_C, mass_C, target, CHUNKS_PAD)
+    target = uniform_of(tl.load(seed_R + row), tl.load(index_R + row)) * total
+    chunk = first_beyond(chunk_C, upto_C, mass_C, target, CHUNKS_PAD)
     before = tl.sum(tl.where(chunk_C == chunk, upto_C - mass_C, 0.0), 0)
 
     place = tl.arange(0, CHUNK)
     element = chunk * CHUNK + place
     value = tl.load(logits_RV + row * logits_stride_r + element, mask=element < SIZE, other=float("-inf"))
-    gap = _gap(value, best)
-    weight = _weight(gap, temperature)
+    gap = gap_below_best(value, best)
+    weight = weight_of_gap(gap, temperature)
     if FILTERED:
         gap_bits = gap.to(tl.int32, bitcast=True)
         is_tie = (gap_bits == cut) & (element < SIZE)
@@ -401,139 +413,5 @@ def draw_kernel(
         is_kept = ((gap_bits < cut) | (is_tie & (rank <= num_ties))) & (weight >= min_p)
         weight = tl.where(is_kept, weight, 0.0)
     mass = weight.to(tl.float64)
-    token = chunk * CHUNK + _first_beyond(place, tl.cumsum(mass, 0), mass, target - before, CHUNK)
+    token = chunk * CHUNK + first_beyond(place, tl.cumsum(mass, 0), mass, target - before, CHUNK)
     tl.store(tokens_R + row, tl.where(total > 0, token.to(tl.int64), best_token))
-
-
-@triton.jit
-def _is_cut(row, temperature_R, top_k_R, top_p_R):
-    """Whether top-k or top-p leave anything out of this row."""
-    has_filter = (tl.load(top_k_R + row) > 0) | (tl.load(top_p_R + row) < 1.0)
-    return (tl.load(temperature_R + row) > 0) & has_filter
-
-
-@triton.jit
-def _cut_of(row, state_RS, temperature_R, top_k_R, top_p_R, SIZE: tl.constexpr):
-    """The bits of the row's cut-off, and how many tokens at it are kept."""
-    is_cut = _is_cut(row, temperature_R, top_k_R, top_p_R)
-    state = state_RS + row * STATE_SIZE
-    cut = tl.load(state + STATE_CUT, mask=is_cut, other=INFINITY_BITS * 1.0)
-    num_ties = tl.load(state + STATE_TIES, mask=is_cut, other=SIZE * 1.0)
-    return cut.to(tl.int32), num_ties.to(tl.int32)
-
-
-@triton.jit
-def _row_best(best_RC, row, NUM_CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    chunk = tl.arange(0, CHUNKS_PAD)
-    best_C = tl.load(best_RC + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
-    best_C = tl.where(best_C == best_C, best_C, float("-inf"))
-    return tl.minimum(tl.maximum(tl.max(best_C, 0), -LARGEST), LARGEST)
-
-
-@triton.jit
-def _gap(value, best):
-    value = tl.where(value == value, value, float("-inf"))
-    return best - tl.minimum(value, LARGEST)
-
-
-@triton.jit
-def _weight(gap, temperature):
-    return tl.exp(-tl.div_rn(gap, tl.zeros_like(gap) + temperature))
-
-
-@triton.jit
-def _bracket(splitter_RN, row, column, best, NUM_SPLITTERS: tl.constexpr):
-    """The gaps between which the cut-off lies: the lower one may be it, the upper one is beyond."""
-    splitter = splitter_RN + row * NUM_SPLITTERS + column
-    high = _gap(tl.load(splitter), best)
-    low = _gap(tl.load(splitter - 1, mask=column > 0, other=float("inf")), best)
-    return tl.where(column > 0, low, 0.0), high
-
-
-@triton.jit
-def _first_column(
-    count_RCN, row, top_k, NUM_CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, NUM_SPLITTERS: tl.constexpr
-):
-    chunk_C = tl.arange(0, CHUNKS_PAD)
-    number_N = tl.arange(0, NUM_SPLITTERS)
-    cell_CN = (row * NUM_CHUNKS + chunk_C[:, None]) * NUM_SPLITTERS + number_N[None, :]
-    count_CN = tl.load(count_RCN + cell_CN, mask=(chunk_C < NUM_CHUNKS)[:, None], other=0)
-    return tl.sum((tl.sum(count_CN, 0) < top_k).to(tl.int32), 0)
-
-
-@triton.jit
-def _between(
-    count_RCN, row, column, NUM_CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, NUM_SPLITTERS: tl.constexpr
-):
-    """Per chunk: the number of tokens between splitter ``column`` and the one before."""
-    chunk_C = tl.arange(0, CHUNKS_PAD)
-    cell_C = count_RCN + (row * NUM_CHUNKS + chunk_C) * NUM_SPLITTERS + column
-    is_chunk_C = chunk_C < NUM_CHUNKS
-    better_C = tl.load(cell_C - 1, mask=is_chunk_C & (column > 0), other=0)
-    return tl.load(cell_C, mask=is_chunk_C, other=0) - better_C
-
-
-@triton.jit
-def _sum_below(
-    bits,
-    low_bits,
-    listed,
-    num_listed,
-    source,
-    best,
-    temperature,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    LIST: tl.constexpr,
-    BY_MASS: tl.constexpr,
-):
-    """Number or mass of the tokens from gap ``low_bits`` up to, not including, ``bits``."""
-    total = tl.zeros((), tl.float64)
-    if num_listed <= LIST:
-        start = tl.zeros((), tl.int32)
-        while start < num_listed:
-            place = start + tl.arange(0, TILE)
-            gap = tl.load(listed + place, mask=place < num_listed, other=float("inf"))
-            total += _sum_tile(gap, _weight(gap, temperature), bits, low_bits, BY_MASS)
-            start += TILE
-    else:
-        for start in range(0, SIZE, TILE):
-            place = start + tl.arange(0, TILE)
-            value = tl.load(source + place, mask=place < SIZE, other=float("-inf"))
-            gap = _gap(value, best)
-            total += _sum_tile(gap, _weight(gap, temperature), bits, low_bits, BY_MASS)
-    return total
-
-
-@triton.jit
-def _sum_tile(gap, weight, bits, low_bits, BY_MASS: tl.constexpr):
-    gap_bits = gap.to(tl.int32, bitcast=True)
-    is_below = (gap_bits < bits) & (gap_bits >= low_bits)
-    if BY_MASS:
-        return tl.sum(tl.where(is_below, weight, 0.0), 0).to(tl.float64)
-    else:
-        return tl.sum(is_below.to(tl.int32), 0).to(tl.float64)
-
-
-@triton.jit
-def _first_beyond(place, upto, mass, target, NUM_PLACES: tl.constexpr):
-    """The first place with mass whose cumulative mass exceeds the target; if rounding leaves none, the last
-    with mass."""
-    is_possible = mass > 0
-    first = tl.min(tl.where(is_possible & (upto > target), place, NUM_PLACES), 0)
-    last = tl.max(tl.where(is_possible, place, 0), 0)
-    return tl.minimum(first, last)
-
-
-@triton.jit
-def _uniform(seed, index):
-    key = _mix(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
-    step = (index.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
-    return (_mix(key + step) >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
-
-
-@triton.jit
-def _mix(value):
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
-    return value ^ (value >> 31)
