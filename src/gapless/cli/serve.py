@@ -166,9 +166,12 @@ def _print_start(info: EngineInfo, server: dict[str, Any]) -> None:
 
 
 def _set_up_logging(level: str) -> None:
-    """Ours and uvicorn's, in one form, on standard error."""
+    """Ours and uvicorn's, in one form, on standard error; lines of the access log are whole by themselves."""
     ours = logging.getLogger("gapless")
     ours.setLevel(level.upper())
+    access = logging.getLogger("gapless.access")
+    access.propagate = False
+    access.handlers = [logging.StreamHandler()]
     uvicorn = logging.getLogger("uvicorn")
     uvicorn.setLevel(level.upper())
     uvicorn.propagate = False

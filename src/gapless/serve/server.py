@@ -182,7 +182,7 @@ def _make_server(app: Any, settings: ServerSettings) -> _Server:
         uvicorn.Config(
             app,
             log_config=None,
-            access_log=settings.access_log == "text",
+            access_log=False,  # access_log.py writes it, with request ids
             root_path=settings.root_path,
             server_header=False,
             ws="none",
