@@ -186,8 +186,8 @@ CONFIG: dict[str, Any] = {
 
 
 def test_an_engine_draws_the_same_tokens_one_step_ahead(tmp_path: Path) -> None:
-    """Filters, penalties and minimum lengths. Every request draws as many tokens, so both runs are made of the
-    same batches: bfloat16 products of another number of rows round differently."""
+    """Filters, penalties and minimum lengths. Every request draws as many tokens, so both runs are made of
+    the same batches: bfloat16 products of another number of rows round differently."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = {
         "model": str(tmp_path),
