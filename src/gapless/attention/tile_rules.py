@@ -76,13 +76,13 @@ def decode_tile(
         and num_splits * _MIN_KEYS < max_keys
     ):
         num_splits *= 2
-    # Programs of one warp waste least of a multiprocessor when there are many of them.
-    is_narrow = num_programs >= 2 * _ENOUGH_PROGRAMS and rows == MIN_TILE_ROWS and head_bytes <= 256
+    # Small programs balance best when there are many of them.
+    is_narrow = num_programs >= 4 * _ENOUGH_PROGRAMS and rows == MIN_TILE_ROWS and head_bytes <= 256
     return DecodeTile(
         block_q=rows // group_pad,
         block_n=32 if is_narrow else _block_n(head_bytes),
-        num_warps=1 if is_narrow else 4,
-        num_stages=3 if is_narrow or head_bytes > 256 else 4,
+        num_warps=2 if is_narrow else 4,
+        num_stages=3 if head_bytes > 256 else 4,
         num_splits=num_splits,
         min_keys=_MIN_KEYS,
     )
@@ -90,8 +90,8 @@ def decode_tile(
 
 _LONG_PREFILL = 1024
 """Tokens from which large tiles win: at 512 they leave multiprocessors idle."""
-_ENOUGH_PROGRAMS = 256
-"""About two for each of 132 multiprocessors. More splits only add to the merge."""
+_ENOUGH_PROGRAMS = 128
+"""About one for each of 132 multiprocessors. More splits only add to the merge."""
 _MAX_SPLITS = 16
 _MIN_KEYS = 64
 _MAX_DECODE_ROWS = 64

@@ -150,7 +150,8 @@ def triton_paged_attention(
         num_programs=num_reqs * num_kv_heads,
         max_keys=block_table.shape[1] * k_cache.shape[1],
     )
-    if decode is not None and num_tokens <= num_reqs * decode.block_q:
+    # A small prefill bucket has a slot per token; nearly all of them are empty.
+    if decode is not None and num_reqs * max_query_len <= num_tokens <= num_reqs * decode.block_q:
         _decode(decode, max_query_len, tensors, batch, arguments, options)
     else:
         prefill = prefill_tile(

@@ -211,7 +211,7 @@ def test_a_launch_depends_on_shapes_and_bounds_never_on_data(
     monkeypatch: pytest.MonkeyPatch, max_query_len: int | None
 ) -> None:
     launches = Launches(monkeypatch)
-    num_tokens = 3 if max_query_len else 100
+    num_tokens = 3 * max_query_len if max_query_len else 100
     for requests in ([(5, 1), (9, 1), (0, 1)], [(30, 1), (0, 0), (20, 2)], [(0, 1), (0, 0), (0, 0)]):
         batch = make_batch(
             requests,
