@@ -61,6 +61,14 @@ class ServerOptions:
     max_body_bytes: Annotated[
         int | None, _option("--max-body-bytes", help="Largest request body (16 MiB).", panel="Limits")
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        _option(
+            "--tool-call-parser",
+            help="How the model writes tool calls: auto (see its template), hermes, llama3, mistral, none.",
+            metavar="NAME",
+        ),
+    ] = None
     max_n: Annotated[
         int | None, _option("--max-n", help="Most choices in one request (128).", panel="Limits")
     ] = None

@@ -38,7 +38,7 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
         tokenizer=tokenizer,
         metrics=metrics,
         model_names=settings.served_model_names or (client.info.model,),
-        tool_format=parser_of_template(template),
+        tool_format=_tool_format(settings, template),
         created=now(),
     )
     app = FastAPI(
@@ -66,6 +66,12 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
         )
     app.add_middleware(RequestLog, metrics=metrics, form=settings.access_log, root_path=settings.root_path)
     return app
+
+
+def _tool_format(settings: ServerSettings, template: str | None) -> str | None:
+    if settings.tool_call_parser == "auto":
+        return parser_of_template(template)
+    return None if settings.tool_call_parser == "none" else settings.tool_call_parser
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

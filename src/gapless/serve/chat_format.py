@@ -84,8 +84,8 @@ def parser_for(request: ChatRequest, *, tool_format: str | None) -> MakeParser |
         make = RequiredParser
     elif tool_format is None:
         raise ApiError(
-            "this model's chat template has no known tool-call format: set tool_choice to 'required', to a "
-            "function or to 'none'",
+            "how this model writes tool calls is not known: set tool_choice to 'required', to a function or "
+            "to 'none', or start the server with --tool-call-parser",
             param="tools",
             code="unsupported_value",
         )

@@ -9,7 +9,7 @@ merged for it count as one interval.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 from gapless.serve.messages import Delta
@@ -52,7 +52,10 @@ class RequestClock:
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
+        self.num_prompt_tokens: Sequence[int] = ()
+        """Of each prompt; observed when its first token comes, so that refused requests do not count."""
         self._start = perf_counter()
+        self._has_begun: set[int] = set()
         self._choices: dict[tuple[int, int], _Times] = {}
 
     def observe(self, position: int, deltas: Iterable[Delta]) -> None:
@@ -66,12 +69,18 @@ class RequestClock:
                 if times is None:
                     times = self._choices[key] = _Times(now)
                     metrics.ttft_s.observe(now - self._start)
+                    self._begin(position)
                 else:
                     metrics.inter_token_s.observe(now - times.last)
                     times.last = now
                 times.num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self._finish(times, now)
+
+    def _begin(self, position: int) -> None:
+        if position not in self._has_begun and position < len(self.num_prompt_tokens):
+            self._has_begun.add(position)
+            self._metrics.prompt_tokens.observe(self.num_prompt_tokens[position])
 
     def _finish(self, times: _Times | None, now: float) -> None:
         metrics = self._metrics

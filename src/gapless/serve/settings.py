@@ -16,6 +16,7 @@ from gapless.errors import ConfigError
 
 AccessLog = Literal["json", "text", "off"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3", "mistral"]
 
 _MAX_PORT = 65535
 _SECRETS = ("api_keys",)
@@ -38,6 +39,8 @@ class ServerSettings:
     """Origins whose pages may call; ``*`` for all."""
     chat_template: str | None = None
     """Text of a Jinja template to use in place of the model's own."""
+    tool_call_parser: ToolCallParser = "auto"
+    """How the model writes tool calls; auto: as its chat template says."""
     max_queued_requests: int = 1024
     """Requests accepted beyond those that run; more are answered with 429."""
     max_body_bytes: int = 16 * 2**20
@@ -63,6 +66,7 @@ class ServerSettings:
         _check_int("--max-n", self.max_n, 1, 128)
         if not isinstance(self.drain_s, (int, float)) or not 0 <= self.drain_s <= 86400:
             raise ConfigError(f"--drain-seconds={self.drain_s}: must be between 0 and 86400")
+        _check_choice("--tool-call-parser", self.tool_call_parser, get_args(ToolCallParser))
         _check_choice("--access-log", self.access_log, get_args(AccessLog))
         _check_choice("--log-level", self.log_level, get_args(LogLevel))
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from typing import get_args
 
 import pytest
-from http_fakes import MODEL, ByteTokenizer, FakeClient, call, chat_body, make_app, post, text_body
+from http_fakes import MODEL, ByteTokenizer, FakeClient, answer, call, chat_body, make_app, post, text_body
 
 from gapless.serve.limits import MAX_DEPTH
 from gapless.serve.protocol.chat import ChatRequest
 from gapless.serve.protocol.common import IGNORED, NEUTRAL
 from gapless.serve.protocol.completions import CompletionRequest
+from gapless.serve.settings import ToolCallParser
+from gapless.serve.tools import PARSERS
 
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 BODIES = {CHAT: chat_body(), TEXT: text_body(), EMBED: {"input": "x"}, "/tokenize": {"prompt": "x"}}
@@ -279,8 +282,22 @@ def test_tools_without_a_known_format_need_a_forced_call():
 
     app = make_app(tokenizer=Plain())
     refused(post(app, CHAT, chat_body(tools=[TOOL])), param="tools")
+    refused(post(make_app(tool_call_parser="none"), CHAT, chat_body(tools=[TOOL])), param="tools")
     assert post(app, CHAT, chat_body(tools=[TOOL], tool_choice="required")).status_code == 200
     assert post(app, CHAT, chat_body(tools=[TOOL], tool_choice="none")).status_code == 200
+
+
+@pytest.mark.parametrize("name", sorted({"auto", *PARSERS}))
+def test_the_servers_parser_may_be_named(name):
+    client = FakeClient(answer("[TOOL_CALLS]f{}"))
+    reply = post(make_app(client, tool_call_parser=name), CHAT, chat_body(tools=[TOOL])).json()
+    assert (reply["choices"][0]["finish_reason"] == "tool_calls") == (name == "mistral")
+    keeps = client.requests[0].params.get("skip_special_tokens") is False
+    assert keeps == (name == "mistral")
+
+
+def test_settings_know_every_parser():
+    assert set(get_args(ToolCallParser)) == {"auto", "none", *PARSERS}
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only():

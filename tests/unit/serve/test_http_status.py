@@ -150,6 +150,8 @@ SAMPLES = [
     f"vllm:request_time_per_output_token_seconds_count{{{M}}} 1.0",
     f"vllm:e2e_request_latency_seconds_count{{{M}}} 1.0",
     f"vllm:request_generation_tokens_sum{{{M}}} 3.0",
+    f"vllm:request_prompt_tokens_sum{{{M}}} 5.0",
+    f"vllm:request_prompt_tokens_count{{{M}}} 1.0",
     'gapless:graph_replays_total{phase="decode",size="8",strategy="full"} 9.0',
     'gapless:graph_tokens_total{phase="decode",size="8",strategy="full"} 60.0',
     'gapless:graph_padding_tokens_total{phase="decode",size="8",strategy="full"} 12.0',

@@ -61,7 +61,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             params=params,
             grammar=forced_call_grammar(request) or grammar_of(request),
         )
-        context.metrics.prompt_tokens.observe(len(token_ids))
+        clock.num_prompt_tokens = [len(token_ids)]
         deltas = deltas_of(context.client, [generate], clock=clock)
         if request.stream:
             events = chat_events(

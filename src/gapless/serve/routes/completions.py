@@ -44,7 +44,6 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
         ]
         for token_ids in prompts:
             check_length(context, len(token_ids), params, name="prompt")
-            context.metrics.prompt_tokens.observe(len(token_ids))
         format = TextFormat(
             id=new_id("cmpl-"),
             created=now(),
@@ -65,8 +64,8 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             )
             for number, token_ids in enumerate(prompts)
         ]
+        clock.num_prompt_tokens = lengths = [len(token_ids) for token_ids in prompts]
         deltas = deltas_of(context.client, requests, clock=clock)
-        lengths = [len(token_ids) for token_ids in prompts]
         if request.stream:
             events = text_events(
                 format,
