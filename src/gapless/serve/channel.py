@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 import zmq
 
-from gapless.serve.messages import FromEngine, ToEngine
+from gapless.serve.messages import FromEngine, Refused, ToEngine
 
 _MAX_PATH = 90
 """Bytes in the path of a socket file, with room for the name; the system's own limit is 107."""
@@ -63,15 +63,26 @@ class EngineChannel:
     def receive(self, timeout_s: float) -> list[ToEngine]:
         if timeout_s > 0 and not self._inbox.poll(max(1, int(timeout_s * 1000))):
             return []
-        messages = []
+        messages: list[ToEngine] = []
         while True:
             try:
-                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+                data = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
+            try:
+                messages.append(self._decoder.decode(data))
+            except msgspec.ValidationError as error:
+                self._refuse(data, error)
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
+
+    def _refuse(self, data: bytes, error: msgspec.ValidationError) -> None:
+        """A request whose fields have wrong types gets its answer, and the loop never sees it."""
+        raw = msgspec.msgpack.decode(data)
+        if not isinstance(raw, dict) or not isinstance(raw.get("request_id"), str):
+            raise error
+        self.send(Refused(raw["request_id"], str(error)))
 
     def close(self) -> None:
         """Delivers what was sent, within a second."""

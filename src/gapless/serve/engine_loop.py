@@ -140,6 +140,9 @@ class EngineLoop:
             self._add(message.request_id, message.prompt_token_ids, params, streams=message.stream)
         except RequestError as error:
             self._refuse(message.request_id, str(error))
+        except Exception as error:  # a bug, of a tokenizer for instance: this request fails, others go on
+            logger.error("request %s could not be started", message.request_id, exc_info=error)
+            self._fail_request(message, f"{type(error).__name__}: {error}")
 
     def _start_embedding(self, message: EmbedRequest) -> None:
         """A request for one token that nobody sees; it batches with all others."""
@@ -155,6 +158,15 @@ class EngineLoop:
         sequences = self._core.add(request, streams=streams)
         self._counters.prompt_tokens += len(prompt)
         self._queue.append((sequences[0], self._clock()))
+
+    def _fail_request(self, message: GenerateRequest, error: str) -> None:
+        self._core.abort_request(message.request_id)
+        num_choices = message.params.get("n", 1)
+        ends = [
+            Delta(message.request_id, index, "", [], finish_reason="error", error=error)
+            for index in range(num_choices)
+        ]
+        self._channel.send(StepOutput(ends))
 
     def _refuse(self, request_id: str, message: str) -> None:
         self._counters.requests_refused += 1

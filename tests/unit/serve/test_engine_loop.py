@@ -208,3 +208,21 @@ def test_the_time_in_the_queue_ends_with_the_first_step():
 def test_a_grammar_is_refused_where_there_is_none():
     channel, _ = run(make_core(), [generate("a", [1], grammar=Grammar(kind="json_object"))])
     assert len(channel.of(Refused)) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_bug_in_a_tokenizer_fails_the_request_that_meets_it(n):
+    core = make_core()
+    decode = core.tokenizer.decode
+
+    def breaks(token_ids, **options):
+        if 13 in token_ids:
+            raise ZeroDivisionError("unlucky")
+        return decode(token_ids, **options)
+
+    core.tokenizer.decode = breaks
+    channel, _ = run(core, [generate("a", [13], params={"n": n}), generate("b", [1])])
+    deltas = channel.deltas("a")
+    assert sorted(d.index for d in deltas) == list(range(n))
+    assert all(d.finish_reason == "error" and "unlucky" in d.error for d in deltas)
+    assert [t for d in channel.deltas("b") for t in d.token_ids] == expected_answer([1], 4)

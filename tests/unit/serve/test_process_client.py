@@ -168,6 +168,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
         ([1], {"warmth": 1}, "warmth"),
         ([1] * 5000, {}, "maximum model length is 4096"),
         ([1], {"n": 0}, "n=0"),
+        (["a"], {}, "Expected `int`"),
+        ([1.5], {}, "Expected `int`"),
     ],
 )
 def test_what_the_engine_refuses_is_the_callers_error(prompt, params, message):
