@@ -67,7 +67,7 @@ async def encode_chat(
             add_generation_prompt=add_generation_prompt,
             **options,
         )
-    except (ValueError, OverflowError, ArithmeticError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
         # A template is a program over what the caller sent: what it cannot digest is the caller's to mend.
         if isinstance(error, RequestError):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import get_args
@@ -197,6 +198,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+        ({"chat_template_kwargs": {"self": 1}}, "template"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"tool_choice": "required"}, "tools"),
         ({"tool_choice": "auto"}, "tools"),
@@ -403,6 +405,17 @@ def test_oversized_bodies_are_413(declared):
     app = make_app(max_body_bytes=1024)
     message = refused(call(app, "POST", TEXT, content=content), 413, code="body_too_large")
     assert "1024" in message
+
+
+def test_a_body_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr("gapless.serve.limits.BODY_TIMEOUT_S", 0.05)
+
+    async def parts():
+        yield b'{"prompt": '
+        await asyncio.sleep(5)
+        yield b'"x"}'
+
+    refused(call(make_app(), "POST", TEXT, content=parts()), 408, code="body_timeout")
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "1e3", "9" * 30, "٣"])
