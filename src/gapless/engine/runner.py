@@ -159,7 +159,7 @@ class ModelRunner:
         amend = self._graphs.take_drawn_tokens if must_amend else None
         if decision.descriptor is None:
             assert decision.reason is not None
-            self.log.count_eager(decision.phase, str(decision.reason))
+            self.log.count_eager(decision.phase, str(decision.reason), num_real=num_tokens)
             is_uniform = decision.phase is Phase.DECODE
             real = BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs, uniform=is_uniform)
             results = runner.run_eager(real, arrays.values, amend=amend)
@@ -169,7 +169,7 @@ class ModelRunner:
             num_real_rows = {"tokens": num_tokens, "reqs": num_reqs, "rows": num_reqs}
             results = runner.run(descriptor, mode, arrays.values, num_real=num_real_rows, amend=amend)
             if self._padded_eager:
-                self.log.count_eager(decision.phase, PADDED_EAGER)
+                self.log.count_eager(decision.phase, PADDED_EAGER, num_real=num_tokens)
             elif descriptor.uniform:
                 self.log.count_replay(decision.phase, runner.strategy, descriptor.num_reqs, num_reqs)
             else:

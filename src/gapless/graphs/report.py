@@ -7,9 +7,9 @@ counts where it decides.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.store import GraphStore
@@ -23,6 +23,20 @@ class StepCounts:
     padding: int = 0
 
 
+class Run(NamedTuple):
+    """One thing that ran: a replay, or without ``strategy`` an eager run and its ``reason``."""
+
+    phase: Phase
+    strategy: Strategy | None
+    bucket: int
+    num_real: int
+    reason: str
+
+
+_MAX_RECENT = 64
+"""More than one step counts; whoever wants to see every run looks after every step."""
+
+
 @dataclass(slots=True)
 class StepLog:
     """Counters of one runtime. ``bucket`` is tokens for prefill, requests or rows for the others."""
@@ -30,6 +44,8 @@ class StepLog:
     replays: dict[tuple[Phase, Strategy, int], StepCounts] = field(default_factory=dict)
     eager: Counter[tuple[Phase, str]] = field(default_factory=Counter)
     timeline: Timeline = field(default_factory=Timeline)
+    recent: deque[Run] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    """The last runs, oldest first; a reader may take them out."""
 
     def count_replay(self, phase: Phase, strategy: Strategy, bucket: int, num_real: int) -> None:
         counts = self.replays.get((phase, strategy, bucket))
@@ -39,9 +55,12 @@ class StepLog:
         counts.tokens += num_real
         counts.padding += bucket - num_real
         self.timeline.count(is_replay=True)
+        self.recent.append(Run(phase, strategy, bucket, num_real, ""))
 
-    def count_eager(self, phase: Phase, reason: str) -> None:
+    def count_eager(self, phase: Phase, reason: str, *, num_real: int = 0) -> None:
+        """``num_real``: how many tokens or rows ran, where that is known."""
         self.eager[phase, reason] += 1
+        self.recent.append(Run(phase, None, 0, num_real, reason))
         self.timeline.count(is_replay=False)
 
     def clear(self) -> None:
@@ -49,6 +68,7 @@ class StepLog:
         self.replays.clear()
         self.eager.clear()
         self.timeline.clear()
+        self.recent.clear()
 
     def steps(self) -> list[dict[str, Any]]:
         return [

@@ -37,6 +37,7 @@ from gapless.serve.messages import (
     ToEngine,
     TokenLogprob,
 )
+from gapless.serve.recent_steps import RecentSteps
 from gapless.serve.stats import EngineCounters, EngineStats, collect_stats
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class EngineLoop:
         self._report, self._log = report, log
         self._heartbeat_s, self._clock = heartbeat_s, clock
         self._counters = EngineCounters()
+        self._recent = RecentSteps(log)
         self._queue: deque[tuple[RequestSequence, float]] = deque()  # not in a step yet, and since when
         self._embedding_ids: set[str] = set()
         started = report()
@@ -103,6 +105,7 @@ class EngineLoop:
             log=self._log,
             capture=self._capture,
             uptime_s=self._clock() - self._start_s,
+            recent_steps=self._recent.records,
         )
 
     def _wait_s(self) -> float:
@@ -175,8 +178,10 @@ class EngineLoop:
     def _step(self) -> None:
         start = self._clock()
         new = self._core.step_deltas()
-        self._counters.step_time_s.observe(self._clock() - start)
+        seconds = self._clock() - start
+        self._counters.step_time_s.observe(seconds)
         self._counters.num_steps += 1
+        self._recent.add(seconds)
         if self._queue:
             self._observe_queue(start)
         if new and self._embedding_ids:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from gapless.engine.core import EngineCore
     from gapless.graphs.report import StepLog
+    from gapless.serve.recent_steps import StepRecord
 
 QUEUE_TIME_BOUNDS_S = (
     *(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
@@ -72,6 +73,8 @@ class EngineStats(TypedDict):
     queue_time_s: HistogramRecord
     """From a request's arrival in the engine to its first step."""
     step_time_s: HistogramRecord
+    recent_steps: list[list[Any]]
+    """The last steps, oldest first; see ``recent_steps.py``."""
 
 
 class Histogram:
@@ -110,6 +113,7 @@ def collect_stats(
     log: StepLog | None,
     capture: Mapping[str, Any],
     uptime_s: float,
+    recent_steps: Sequence[StepRecord] = (),
 ) -> EngineStats:
     """The record as it is now. ``capture``: ``num_graphs`` and the report's ``memory``, which are fixed once
     everything is captured."""
@@ -138,4 +142,5 @@ def collect_stats(
         "prefix_cache_hits": 0,
         "queue_time_s": counters.queue_time_s.record(),
         "step_time_s": counters.step_time_s.record(),
+        "recent_steps": [list(record) for record in recent_steps],
     }
