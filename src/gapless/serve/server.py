@@ -15,6 +15,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ def run_server(
 ) -> int:
     """Serve until told to stop; returns the exit code. Raises ``ConfigError`` for what a user can change and
     ``EngineDeadError`` for an engine that cannot start."""
+    _check_certificate(settings)
     _raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(open_engine, make_app, settings, announce))
@@ -216,6 +218,21 @@ def _bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
                 f"--port={settings.port} on {settings.host}: {error.strerror or error}; choose another"
             ) from None
         yield listener
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Before minutes of loading, not after."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.ssl_certfile, settings.ssl_keyfile
+        )
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"--ssl-certfile={settings.ssl_certfile} and --ssl-keyfile={settings.ssl_keyfile} are no "
+            f"certificate and its key ({error})"
+        ) from None
 
 
 def _address(settings: ServerSettings, listener: socket.socket) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from gapless.cli.main import main
@@ -153,3 +155,18 @@ def test_every_flag_of_the_engine_is_a_flag_of_the_server(capsys):
     ):
         assert flag in generate
         assert flag in serve
+
+
+def test_a_certificate_that_is_none_is_found_out_before_the_engine_starts(tmp_path, capsys):
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).write_text("not a certificate")
+    files = ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")]
+    assert main(["serve", "--model", "smollm2", *files]) == 2
+    assert "are no certificate and its key" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_found_out_before_the_engine_starts(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", "smollm2", "--port", str(port)]) == 2
+    assert f"--port={port} on 127.0.0.1" in capsys.readouterr().err
