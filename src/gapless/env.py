@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gapless.errors import ConfigError
 
@@ -45,11 +46,21 @@ class Env:
     """``GAPLESS_TUNE_LINEAR``: time matrix products of a few tokens on this GPU and keep the result."""
     cache_dir: Path | None = None
     """``GAPLESS_CACHE_DIR``: where timings are kept. None: ``~/.cache/gapless``."""
+    fast_launch: bool = True
+    """``GAPLESS_FAST_LAUNCH``: compiled kernels are called past Triton's own launch (see
+    ``kernels/launch.py``)."""
+    enable_prefix_caching: bool | None = None
+    """``GAPLESS_ENABLE_PREFIX_CACHING``: the option of that name, for programs whose calls cannot be edited.
+    None: not said."""
     api_keys: tuple[str, ...] = ()
     """``GAPLESS_API_KEY``: keys that open the server, separated by commas; a key on the command line is in
     every user's list of processes."""
     triton_interpret: bool = False
     """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
+
+    def engine_options(self) -> dict[str, Any]:
+        """What ``EngineConfig.from_sources`` takes from the environment."""
+        return {"enable_prefix_caching": self.enable_prefix_caching}
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
@@ -62,6 +73,8 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         soak=_bool(values, "GAPLESS_SOAK"),
         tune_linear=_bool(values, "GAPLESS_TUNE_LINEAR"),
         cache_dir=_path(values, "GAPLESS_CACHE_DIR"),
+        fast_launch=_bool(values, "GAPLESS_FAST_LAUNCH", default=True),
+        enable_prefix_caching=_bool_or_none(values, "GAPLESS_ENABLE_PREFIX_CACHING"),
         api_keys=tuple(key.strip() for key in values.get("GAPLESS_API_KEY", "").split(",") if key.strip()),
         triton_interpret=_bool(values, "TRITON_INTERPRET"),
     )
@@ -74,11 +87,15 @@ def _logging_level(values: Mapping[str, str]) -> str | None:
     return text.upper() or None
 
 
-def _bool(values: Mapping[str, str], name: str) -> bool:
+def _bool(values: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     text = values.get(name, "").strip()
     if text and text.lower() not in _BOOLS:
         raise ConfigError(f"{name}={text}: must be 1 or 0 (also true/false, yes/no, on/off)")
-    return _BOOLS.get(text.lower(), False)
+    return _BOOLS.get(text.lower(), default)
+
+
+def _bool_or_none(values: Mapping[str, str], name: str) -> bool | None:
+    return _bool(values, name) if values.get(name, "").strip() else None
 
 
 def _path(values: Mapping[str, str], name: str) -> Path | None:

@@ -444,6 +444,7 @@ def test_an_empty_environment_gives_the_defaults():
         ("GAPLESS_VIT_ENABLE_CUDA_GRAPH", "vit_enable_cuda_graph"),
         ("GAPLESS_SOAK", "soak"),
         ("GAPLESS_TUNE_LINEAR", "tune_linear"),
+        ("GAPLESS_FAST_LAUNCH", "fast_launch"),
         ("TRITON_INTERPRET", "triton_interpret"),
     ],
 )

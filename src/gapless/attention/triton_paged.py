@@ -23,7 +23,8 @@ from gapless.attention.tile_rules import DecodeTile, PrefillTile, decode_tile, p
 from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
-from gapless.graphs.ops import register_custom_op
+from gapless.graphs.ops import direct, register_custom_op
+from gapless.kernels.launch import launch
 from gapless.kernels.select import launch_options, next_power_of_2
 
 MAX_HEAD_SIZE = 256
@@ -44,7 +45,7 @@ class TritonPagedBackend:
     def write_kv(
         self, key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        triton_write_kv(key_TKD, value_TKD, k_cache, v_cache, slot_mapping)
+        _write_kv(key_TKD, value_TKD, k_cache, v_cache, slot_mapping)
 
     def attend(
         self,
@@ -57,7 +58,7 @@ class TritonPagedBackend:
         scale: float,
         window: int | None,
     ) -> None:
-        triton_paged_attention(
+        _paged_attention(
             query_THD,
             k_cache,
             v_cache,
@@ -80,24 +81,23 @@ def triton_write_kv(
     num_tokens, num_kv_heads, head_size = key_TKD.shape
     if num_tokens == 0:
         return
-    _kernels().write_kv_kernel[(num_tokens,)](
+    args = (
         key_TKD,
         value_TKD,
         k_cache,
         v_cache,
         slot_mapping,
-        key_TKD.stride(0),
-        key_TKD.stride(1),
-        value_TKD.stride(0),
-        value_TKD.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_SIZE=k_cache.shape[1],
-        ROW_PAD=next_power_of_2(num_kv_heads * head_size),
+        *key_TKD.stride()[:2],
+        *value_TKD.stride()[:2],
+        *k_cache.stride()[:3],
     )
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": k_cache.shape[1],
+        "ROW_PAD": next_power_of_2(num_kv_heads * head_size),
+    }
+    launch(_kernels().write_kv_kernel, (num_tokens,), args, constants)
 
 
 @register_custom_op(mutates_args=["out_THD"])
@@ -163,6 +163,9 @@ def triton_paged_attention(
         _prefill(prefill, tensors, batch, arguments, options)
 
 
+_write_kv, _paged_attention = direct(triton_write_kv), direct(triton_paged_attention)
+
+
 def _prefill(
     tile: PrefillTile,
     tensors: tuple[Tensor, ...],
@@ -175,18 +178,17 @@ def _prefill(
     # Each request may end with a tile of its own. Programs take several tiles, so there need not be one for
     # every request slot of the bucket: most slots are empty.
     num_tiles = max(-(-num_tokens // tile.block_q) + min(num_reqs, _SPARE_TILES), 1)
-    _kernels().prefill_attention_kernel[(num_heads // tile.pack, num_tiles)](
-        *tensors,
-        *batch,
-        *arguments,
+    constants = {
         **options,
-        PACK=tile.pack,
-        BLOCK_Q=tile.block_q,
-        BLOCK_N=tile.block_n,
-        SPLIT_LOOP=tile.split_loop,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        "PACK": tile.pack,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_N": tile.block_n,
+        "SPLIT_LOOP": tile.split_loop,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    grid = (num_heads // tile.pack, num_tiles)
+    launch(_kernels().prefill_attention_kernel, grid, (*tensors, *batch, *arguments), constants)
 
 
 def _decode(
@@ -211,33 +213,17 @@ def _decode(
         stat = query_THD.new_empty((*shape, 2, num_rows), dtype=torch.float32)
     shared = {"GROUP_PAD": group_pad, "BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n}
     kernels = _kernels()
-    kernels.decode_attention_kernel[(num_kv_heads, num_reqs, tile.num_splits)](
-        *tensors,
-        part,
-        stat,
-        *batch,
-        *arguments[:2],
-        tile.min_keys,
-        *arguments[2:],
-        **options,
-        **shared,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    args = (*tensors, part, stat, *batch, *arguments[:2], tile.min_keys, *arguments[2:])
+    constants = {**options, **shared, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    launch(kernels.decode_attention_kernel, (num_kv_heads, num_reqs, tile.num_splits), args, constants)
     if tile.num_splits > 1:
         del options["BLOCK_SIZE"], options["DOT_PRECISION"]
-        kernels.combine_splits_kernel[(num_heads, num_reqs, max_query_len)](
-            part,
-            stat,
-            out_THD,
-            query_start_loc,
-            seq_lens,
-            tile.num_splits,
-            tile.min_keys,
-            *out_THD.stride()[:2],
-            **options,
-            **shared,
-            SPLITS_PAD=next_power_of_2(tile.num_splits),
+        sizes = (tile.num_splits, tile.min_keys, *out_THD.stride()[:2])
+        launch(
+            kernels.combine_splits_kernel,
+            (num_heads, num_reqs, max_query_len),
+            (part, stat, out_THD, query_start_loc, seq_lens, *sizes),
+            {**options, **shared, "SPLITS_PAD": next_power_of_2(tile.num_splits)},
         )
 
 

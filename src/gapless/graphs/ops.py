@@ -10,12 +10,13 @@ op. Prefer ops that mutate and return nothing.
 
 Ops go through ``torch.library.Library.define``/``impl``, not ``torch.library.custom_op``: the latter wraps
 every call for autograd, which costs about 25 us a call on a CPU against 2.4 us (a decode step makes 60 of
-these calls). No gradient formula is registered. Used by ``attention/``; ``device/emulated.py`` calls
-``implementation_of`` at replay.
+these calls). No gradient formula is registered. ``direct`` spares even these where nothing would see the
+call. Used by ``attention/`` and ``kernels/``; ``device/emulated.py`` calls ``implementation_of`` at replay.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -48,6 +49,7 @@ def register_custom_op(
     out_dtype: torch.dtype | None = None,
     name: str | None = None,
     fake: Callable[..., Any] | None = None,
+    is_fresh: bool = False,
 ) -> Any:
     """Turn an annotated function into an opaque op; a decorator, with or without arguments.
 
@@ -56,6 +58,9 @@ def register_custom_op(
     strides and device the result has; ``out_dtype`` if its dtype differs), or ``fake``, a function with the
     same parameters that returns tensors of the right shape without computing. A call whose result has another
     shape or dtype raises.
+
+    ``is_fresh`` is the author's promise that results are new tensors of the declared shape in every call.
+    They are then looked at no further, which is most of what a call costs.
 
     Annotations may be tensors, optional tensors, lists of (optional) tensors, int, float, bool, str, dtype,
     device, lists of numbers, and any of these ``| None``; keyword-only parameters and defaults are kept.
@@ -74,6 +79,7 @@ def register_custom_op(
             name=name,
             fake=fake,
             annotations={},
+            is_fresh=is_fresh,
         )
 
     if isinstance(mutates_args, str):
@@ -110,6 +116,7 @@ def register_custom_op_from_extern(
             name=name or _extern_name(function),
             fake=fake,
             annotations=dict(annotations or {}),
+            is_fresh=False,
         )
 
     if isinstance(mutates_args, str):
@@ -130,11 +137,56 @@ def implementation_of(overload: Any) -> Callable[..., Any] | None:
     return op.implementation if op is not None else None
 
 
+def direct(overload: Any) -> Callable[..., Any]:
+    """A function that does what one of our ops does, past the dispatcher where that makes no difference.
+
+    For call sites that run many times a step. The op itself is called whenever somebody may want to see or
+    change the call: while compiling, tracing, profiling or differentiating, under a dispatch or function
+    mode (recording on the emulated device, an ``OpLog``, fake tensors), inside ``vmap`` and its like, with
+    meta tensors, tensor subclasses, keyword arguments, or arguments that the dispatcher would convert.
+    Raises ``ConfigError`` for an op that is not ours.
+    """
+    op = _by_overload.get(overload)
+    if op is None:
+        raise ConfigError(f"{overload} was not registered by register_custom_op; call it as it is")
+    implementation, first_tensor = op.implementation, op.first_tensor
+    accepted: set[tuple[type, ...]] = set()
+
+    @functools.wraps(op.fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or kwargs
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or torch.is_grad_enabled()
+            or torch._C._autograd._profiler_enabled()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None
+        ):
+            return overload(*args, **kwargs)
+        types = (*map(type, args),)
+        if types not in accepted:
+            if not _takes_as_they_are(op.annotations, types):
+                return overload(*args)
+            accepted.add(types)
+        if first_tensor is not None and args[first_tensor].is_meta:
+            return overload(*args)
+        return implementation(*args)
+
+    return call
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RegisteredOp:
     fn: Callable[..., Any]
     implementation: Callable[..., Any]
     overload: Any
+    annotations: tuple[Any, ...]
+    """Of all parameters, in order."""
+    first_tensor: int | None
+    """The first parameter that is always a tensor."""
+    is_fresh: bool
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -151,6 +203,7 @@ def _register(
     name: str | None,
     fake: Callable[..., Any] | None,
     annotations: dict[str, Any],
+    is_fresh: bool,
 ) -> Any:
     refuse_methods(fn)
     name = name or str(getattr(fn, "__name__", ""))
@@ -169,12 +222,17 @@ def _register(
     implementation = fn
     if signature.return_annotation is not None:
         output = output_rule(name, signature, out_shape, out_dtype, fake)
-        implementation = _copying_aliases(fn, name, signature, output)
+        if not is_fresh:
+            implementation = _copying_aliases(fn, name, signature, output)
         fake_fn = fake or output.make
     elif out_shape is not None or out_dtype is not None:
         raise ConfigError(
             f"custom op {NAMESPACE}::{name} returns nothing (it is annotated -> None), "
             "so out_shape and out_dtype have no meaning; annotate -> torch.Tensor or drop them"
+        )
+    elif is_fresh:
+        raise ConfigError(
+            f"custom op {NAMESPACE}::{name} returns nothing, so is_fresh has no meaning; drop it"
         )
     else:
         fake_fn = fake or returns_nothing
@@ -182,9 +240,39 @@ def _register(
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake_fn, lib=_library)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    op = _RegisteredOp(fn=fn, implementation=implementation, overload=overload)
+    parameter_types = tuple(parameter.annotation for parameter in signature.parameters.values())
+    op = _RegisteredOp(
+        fn=fn,
+        implementation=implementation,
+        overload=overload,
+        annotations=parameter_types,
+        first_tensor=parameter_types.index(Tensor) if Tensor in parameter_types else None,
+        is_fresh=is_fresh,
+    )
     _by_name[name] = _by_overload[overload] = op
     return overload
+
+
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+_ACCEPTED_TYPES: dict[Any, tuple[type, ...]] = {
+    Tensor: _TENSOR_TYPES,
+    Tensor | None: (*_TENSOR_TYPES, type(None)),
+    int: (int,),
+    int | None: (int, type(None)),
+    float: (float,),
+    float | None: (float, type(None)),
+    bool: (bool,),
+    str: (str,),
+}
+"""By annotation, what the dispatcher hands on as it is. It makes lists of tuples and floats of integers."""
+
+
+def _takes_as_they_are(annotations: tuple[Any, ...], types: tuple[type, ...]) -> bool:
+    """Whether arguments of these types, one for each parameter, reach the function unchanged."""
+    return len(types) == len(annotations) and all(
+        kind in _ACCEPTED_TYPES.get(annotation, ())
+        for annotation, kind in zip(annotations, types, strict=True)
+    )
 
 
 def _copying_aliases(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gapless.graphs.ops import register_custom_op
+from gapless.kernels.launch import launch
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 _TILE = 1024
@@ -14,7 +15,7 @@ def _fake(gate_up_TI: Tensor) -> Tensor:
     return gate_up_TI.new_empty((gate_up_TI.shape[0], gate_up_TI.shape[1] // 2))
 
 
-@register_custom_op(fake=_fake)
+@register_custom_op(fake=_fake, is_fresh=True)
 def fused_silu_mul(gate_up_TI: Tensor) -> Tensor:
     """``[T, 2I] -> [T, I]``: ``silu(gate) * up``; silu is rounded before the product, as in two steps."""
     out_TI = _fake(gate_up_TI)
@@ -22,13 +23,12 @@ def fused_silu_mul(gate_up_TI: Tensor) -> Tensor:
     if num_tokens == 0:
         return out_TI
     tile = min(_TILE, next_power_of_2(size))
-    kernels().silu_mul_kernel[(num_tokens, -(-size // tile))](
-        gate_up_TI,
-        out_TI,
-        gate_up_TI.stride(0),
-        SIZE=size,
-        TILE=tile,
-        num_warps=min(max(tile * gate_up_TI.element_size() // (16 * 32), 1), 8),
+    constants = {
+        "SIZE": size,
+        "TILE": tile,
+        "num_warps": min(max(tile * gate_up_TI.element_size() // (16 * 32), 1), 8),
         **launch_options(gate_up_TI.device),
-    )
+    }
+    args = (gate_up_TI, out_TI, gate_up_TI.stride(0))
+    launch(kernels().silu_mul_kernel, (num_tokens, -(-size // tile)), args, constants)
     return out_TI

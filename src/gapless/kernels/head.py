@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
+from gapless.kernels.launch import launch
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 MAX_VOCAB_SIZE = 1 << 24
@@ -30,29 +31,22 @@ def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: 
     num_chunks = -(-size // tile)
     best_RC = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=raw_RV.device)
     index_RC = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=raw_RV.device)
-    kernels().best_of_chunk_kernel[(num_rows, num_chunks)](
-        raw_RV,
-        logits_RV,
-        best_RC,
-        index_RC,
-        raw_RV.stride(0),
-        logits_RV.stride(0),
-        SIZE=size,
-        TILE=tile,
-        num_warps=min(max(tile // 256, 1), 8),
-        **launch_options(raw_RV.device),
+    options = launch_options(raw_RV.device)
+    launch(
+        kernels().best_of_chunk_kernel,
+        (num_rows, num_chunks),
+        (raw_RV, logits_RV, best_RC, index_RC, raw_RV.stride(0), logits_RV.stride(0)),
+        {"SIZE": size, "TILE": tile, "num_warps": min(max(tile // 256, 1), 8), **options},
     )
     chunks_pad = next_power_of_2(num_chunks)
-    kernels().best_of_row_kernel[(num_rows,)](
-        best_RC,
-        index_RC,
-        tokens_R,
-        INVALID=invalid,
-        NUM_CHUNKS=num_chunks,
-        CHUNKS_PAD=chunks_pad,
-        num_warps=min(max(chunks_pad // 256, 1), 8),
-        **launch_options(raw_RV.device),
-    )
+    constants = {
+        "INVALID": invalid,
+        "NUM_CHUNKS": num_chunks,
+        "CHUNKS_PAD": chunks_pad,
+        "num_warps": min(max(chunks_pad // 256, 1), 8),
+        **options,
+    }
+    launch(kernels().best_of_row_kernel, (num_rows,), (best_RC, index_RC, tokens_R), constants)
 
 
 def _tile(num_rows: int, size: int) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.activation import fused_silu_mul
+from gapless.kernels.launch import launch
 from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, choose, token_bucket
 from gapless.kernels.select import launch_options
 
@@ -31,7 +32,7 @@ def _fake_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
     return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))
 
 
-@register_custom_op(fake=_fake_linear)
+@register_custom_op(fake=_fake_linear, is_fresh=True)
 def small_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``[T, I], [O, I], [O] -> [T, O]``: ``x @ weight.T + bias``, summed in float32."""
     tiles = _choose(x_TI, weight_OI, is_gated=False)
@@ -44,7 +45,7 @@ def _fake_gate_up(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
     return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // 2))
 
 
-@register_custom_op(fake=_fake_gate_up)
+@register_custom_op(fake=_fake_gate_up, is_fresh=True)
 def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``[T, I], [2 * O, I], [2 * O] -> [T, O]``: ``silu(gate) * up``, gate being the first half of the rows.
 
@@ -78,7 +79,7 @@ def launch_product(
     if out_TO.numel() == 0:
         return out_TO
     kernel, args, constants = _arguments(x_TI, weight_OI, bias_O, out_TO, tiles, is_gated=is_gated)
-    kernel[(-(-weight_OI.shape[0] // tiles.block_o),)](*args, **constants)
+    launch(kernel, (-(-weight_OI.shape[0] // tiles.block_o),), args, constants)
     return out_TO
 
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
+from gapless.kernels.launch import launch
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 MAX_SIZE = 65536
 """A row is one program's tile."""
 
 
-@register_custom_op(out_shape="hidden_TE")
+@register_custom_op(out_shape="hidden_TE", is_fresh=True)
 def fused_rms_norm(hidden_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """``[T, E] -> [T, E]``: ``hidden / rms(hidden) * weight``, one rounding at the end."""
     normed_TE = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype, device=hidden_TE.device)
@@ -30,7 +31,7 @@ def _fake(update_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) 
     return residual_TE.new_empty(residual_TE.shape), residual_TE.new_empty(residual_TE.shape)
 
 
-@register_custom_op(fake=_fake)
+@register_custom_op(fake=_fake, is_fresh=True)
 def fused_add_rms_norm(
     update_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,7 @@ def _fake_embed(
     return embedding_VE.new_empty(shape), embedding_VE.new_empty(shape)
 
 
-@register_custom_op(fake=_fake_embed)
+@register_custom_op(fake=_fake_embed, is_fresh=True)
 def fused_embed_rms_norm(
     input_ids_T: Tensor,
     drawn_rows_T: Tensor,
@@ -71,21 +72,15 @@ def fused_embed_rms_norm(
     if num_tokens == 0:
         return hidden_TE, normed_TE
     size_pad = _size_pad(size)
-    kernels().embed_norm_kernel[(num_tokens,)](
-        input_ids_T,
-        drawn_rows_T,
-        drawn_R,
-        embedding_VE,
-        weight_E,
-        hidden_TE,
-        normed_TE,
-        embedding_VE.stride(0),
-        eps,
-        SIZE=size,
-        SIZE_PAD=size_pad,
-        num_warps=_num_warps(size_pad, hidden_TE.element_size()),
+    stride = embedding_VE.stride(0)
+    args = (input_ids_T, drawn_rows_T, drawn_R, embedding_VE, weight_E, hidden_TE, normed_TE, stride, eps)
+    constants = {
+        "SIZE": size,
+        "SIZE_PAD": size_pad,
+        "num_warps": _num_warps(size_pad, hidden_TE.element_size()),
         **launch_options(hidden_TE.device),
-    )
+    }
+    launch(kernels().embed_norm_kernel, (num_tokens,), args, constants)
     return hidden_TE, normed_TE
 
 
@@ -101,7 +96,7 @@ def _launch(
     size_pad = _size_pad(size)
     if num_tokens == 0:
         return
-    kernels().rms_norm_kernel[(num_tokens,)](
+    args = (
         residual_TE if update_TE is None else update_TE,
         residual_TE,
         weight_E,
@@ -110,12 +105,15 @@ def _launch(
         size if update_TE is None else update_TE.stride(0),
         residual_TE.stride(0),
         eps,
-        SIZE=size,
-        SIZE_PAD=size_pad,
-        HAS_UPDATE=update_TE is not None,
-        num_warps=_num_warps(size_pad, residual_TE.element_size()),
-        **launch_options(residual_TE.device),
     )
+    constants = {
+        "SIZE": size,
+        "SIZE_PAD": size_pad,
+        "HAS_UPDATE": update_TE is not None,
+        "num_warps": _num_warps(size_pad, residual_TE.element_size()),
+        **launch_options(residual_TE.device),
+    }
+    launch(kernels().rms_norm_kernel, (num_tokens,), args, constants)
 
 
 def _size_pad(size: int) -> int:

@@ -12,6 +12,8 @@ from types import ModuleType
 
 from torch import Tensor
 
+from gapless.kernels.launch import launch
+
 _TILE = 4096
 
 
@@ -28,7 +30,7 @@ def penalise_rows(
     """As ``token_counts.penalise_rows``, in place."""
     num_rows, size = rows_P.shape[0], logits_RV.shape[1]
     assert logits_RV.stride(1) == counts_SV.stride(1) == 1
-    kernels().penalise_kernel[(num_rows, -(-size // _TILE))](
+    args = (
         logits_RV,
         counts_SV,
         rows_P,
@@ -38,18 +40,15 @@ def penalise_rows(
         frequency_P,
         logits_RV.stride(0),
         counts_SV.stride(0),
-        SIZE=size,
-        TILE=_TILE,
-        num_warps=8,
-        enable_fp_fusion=False,
     )
+    constants = {"SIZE": size, "TILE": _TILE, "num_warps": 8, "enable_fp_fusion": False}
+    launch(kernels().penalise_kernel, (num_rows, -(-size // _TILE)), args, constants)
 
 
 def count_drawn(counts_SV: Tensor, tokens_R: Tensor, rows_P: Tensor, slots_P: Tensor) -> None:
     """As ``token_counts.count_drawn``, in place."""
-    kernels().count_drawn_kernel[(rows_P.shape[0],)](
-        counts_SV, tokens_R, rows_P, slots_P, counts_SV.stride(0), num_warps=1
-    )
+    args = (counts_SV, tokens_R, rows_P, slots_P, counts_SV.stride(0))
+    launch(kernels().count_drawn_kernel, (rows_P.shape[0],), args, {"num_warps": 1})
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
+from gapless.kernels.launch import launch
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 _TILE_ELEMENTS = 512
@@ -33,7 +34,7 @@ def _fake_into_cache(
     return qkv_TC.new_empty((qkv_TC.shape[0], qkv_TC.shape[1] // head_size - 2 * num_kv_heads, head_size))
 
 
-@register_custom_op(mutates_args=["k_cache", "v_cache"], fake=_fake_into_cache)
+@register_custom_op(mutates_args=["k_cache", "v_cache"], fake=_fake_into_cache, is_fresh=True)
 def rotate_into_cache(
     qkv_TC: Tensor,
     norm_weight_GD: Tensor | None,
@@ -51,7 +52,8 @@ def rotate_into_cache(
     query_THD = _fake_into_cache(
         qkv_TC, norm_weight_GD, eps, rope_P2F, positions_T, slot_mapping_T, k_cache, v_cache
     )
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+    strides = k_cache.stride()
+    if strides != v_cache.stride() or strides[3] != 1:
         raise ConfigError("the fused cache write needs caches of one layout with contiguous heads")
     _launch(
         qkv_TC,
@@ -80,7 +82,7 @@ def _fake_rotate(
     return qkv_TC.new_empty((qkv_TC.shape[0], num_rotated, head_size))
 
 
-@register_custom_op(fake=_fake_rotate)
+@register_custom_op(fake=_fake_rotate, is_fresh=True)
 def rotate_heads(
     qkv_TC: Tensor,
     norm_weight_GD: Tensor | None,
@@ -126,7 +128,7 @@ def _launch(
     half_pad = next_power_of_2(half)
     num_launched = num_heads + (2 if cache is not None else 1) * num_kv_heads
     tile_heads = _tile_heads(num_launched, half_pad=half_pad)
-    kernels().rotate_heads_kernel[(num_tokens, -(-num_launched // tile_heads))](
+    args = (
         qkv_TC,
         qkv_TC if norm_weight_GD is None else norm_weight_GD,
         rope_P2F,
@@ -137,21 +139,23 @@ def _launch(
         v_cache,
         qkv_TC.stride(0),
         rotated_TGD.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
+        *k_cache.stride()[:3],
         eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=half,
-        HALF_PAD=half_pad,
-        BLOCK_SIZE=k_cache.shape[1],
-        TILE_HEADS=tile_heads,
-        HAS_NORM=norm_weight_GD is not None,
-        HAS_CACHE=cache is not None,
-        num_warps=min(max(tile_heads * half_pad // 256, 1), 8),
-        **launch_options(qkv_TC.device),
     )
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HALF": half,
+        "HALF_PAD": half_pad,
+        "BLOCK_SIZE": k_cache.shape[1],
+        "TILE_HEADS": tile_heads,
+        "HAS_NORM": norm_weight_GD is not None,
+        "HAS_CACHE": cache is not None,
+        "num_warps": min(max(tile_heads * half_pad // 256, 1), 8),
+        **launch_options(qkv_TC.device),
+    }
+    grid = (num_tokens, -(-num_launched // tile_heads))
+    launch(kernels().rotate_heads_kernel, grid, args, constants)
 
 
 def _tile_heads(num_heads: int, *, half_pad: int) -> int:

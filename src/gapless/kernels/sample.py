@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
+from gapless.kernels.launch import launch
 from gapless.kernels.select import launch_options, next_power_of_2
 
 MAX_VOCAB_SIZE = 1 << 20
@@ -75,60 +76,49 @@ def draw_tokens(
         ties_RC = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
         state_RS = torch.empty((num_rows, _STATE_SIZE), dtype=torch.float64, device=device)
         splitter_RN = torch.empty((num_rows, NUM_SPLITTERS), dtype=torch.float32, device=device)
-    jit.best_and_splitters_kernel[(num_rows, num_chunks + filtered)](
-        logits_RV,
-        best_RC,
-        index_RC,
-        splitter_RN,
-        *params,
-        stride,
-        SIZE=size,
-        CHUNK=_CHUNK,
-        NUM_CHUNKS=num_chunks,
-        NUM_SPLITTERS=NUM_SPLITTERS,
-        SAMPLES=_SAMPLES,
-        FILTERED=filtered,
-        num_warps=8,
-        **options,
+    launch(
+        jit.best_and_splitters_kernel,
+        (num_rows, num_chunks + filtered),
+        (logits_RV, best_RC, index_RC, splitter_RN, *params, stride),
+        {
+            "SIZE": size,
+            "CHUNK": _CHUNK,
+            "NUM_CHUNKS": num_chunks,
+            "NUM_SPLITTERS": NUM_SPLITTERS,
+            "SAMPLES": _SAMPLES,
+            "FILTERED": filtered,
+            "num_warps": 8,
+            **options,
+        },
     )
     if filtered:
         _find_cuts(logits_RV, best_RC, splitter_RN, state_RS, params, chunks)
-    jit.weigh_kept_kernel[(num_rows, num_chunks)](
-        logits_RV,
-        best_RC,
-        state_RS,
-        mass_RC,
-        ties_RC,
-        *params,
-        min_p_R,
-        stride,
-        CHUNK=_CHUNK,
-        FILTERED=filtered,
-        num_warps=8,
-        **chunks,
-        **options,
+    launch(
+        jit.weigh_kept_kernel,
+        (num_rows, num_chunks),
+        (logits_RV, best_RC, state_RS, mass_RC, ties_RC, *params, min_p_R, stride),
+        {"CHUNK": _CHUNK, "FILTERED": filtered, "num_warps": 8, **chunks, **options},
     )
-    jit.draw_kernel[(num_rows,)](
-        logits_RV,
-        best_RC,
-        index_RC,
-        state_RS,
-        mass_RC,
-        ties_RC,
-        tokens_R,
-        temperature_R,
-        seed_R,
-        index_R,
-        top_k_R,
-        top_p_R,
-        min_p_R,
-        stride,
-        INVALID=invalid,
-        CHUNK=_CHUNK,
-        FILTERED=filtered,
-        num_warps=8,
-        **chunks,
-        **options,
+    launch(
+        jit.draw_kernel,
+        (num_rows,),
+        (
+            logits_RV,
+            best_RC,
+            index_RC,
+            state_RS,
+            mass_RC,
+            ties_RC,
+            tokens_R,
+            temperature_R,
+            seed_R,
+            index_R,
+            top_k_R,
+            top_p_R,
+            min_p_R,
+            stride,
+        ),
+        {"INVALID": invalid, "CHUNK": _CHUNK, "FILTERED": filtered, "num_warps": 8, **chunks, **options},
     )
 
 
@@ -156,54 +146,45 @@ def _find_cuts(
     count_RCN = torch.empty(sums, dtype=torch.int32, device=device)
     mass_RCN = torch.empty(sums, dtype=torch.float32, device=device)
     gap_RL = torch.empty((num_rows, LIST_SIZE), dtype=torch.float32, device=device)
-    jit.weigh_splitters_kernel[(num_rows, num_chunks)](
-        logits_RV,
-        best_RC,
-        splitter_RN,
-        count_RCN,
-        mass_RCN,
-        *params,
-        stride,
-        CHUNK=_CHUNK,
-        TILE=min(_CHUNK, 256),
-        NUM_SPLITTERS=NUM_SPLITTERS,
-        num_warps=8,
-        **chunks,
-        **options,
+    launch(
+        jit.weigh_splitters_kernel,
+        (num_rows, num_chunks),
+        (logits_RV, best_RC, splitter_RN, count_RCN, mass_RCN, *params, stride),
+        {
+            "CHUNK": _CHUNK,
+            "TILE": min(_CHUNK, 256),
+            "NUM_SPLITTERS": NUM_SPLITTERS,
+            "num_warps": 8,
+            **chunks,
+            **options,
+        },
     )
     for by_mass in (False, True):
-        jit.list_between_kernel[(num_rows, num_chunks)](
-            logits_RV,
-            best_RC,
-            splitter_RN,
-            count_RCN,
-            gap_RL,
-            state_RS,
-            *params,
-            stride,
-            CHUNK=_CHUNK,
-            NUM_SPLITTERS=NUM_SPLITTERS,
-            LIST=LIST_SIZE,
-            BY_MASS=by_mass,
-            num_warps=8,
-            **chunks,
-            **options,
+        launch(
+            jit.list_between_kernel,
+            (num_rows, num_chunks),
+            (logits_RV, best_RC, splitter_RN, count_RCN, gap_RL, state_RS, *params, stride),
+            {
+                "CHUNK": _CHUNK,
+                "NUM_SPLITTERS": NUM_SPLITTERS,
+                "LIST": LIST_SIZE,
+                "BY_MASS": by_mass,
+                "num_warps": 8,
+                **chunks,
+                **options,
+            },
         )
-        jit.find_cut_kernel[(num_rows,)](
-            logits_RV,
-            best_RC,
-            splitter_RN,
-            count_RCN,
-            mass_RCN,
-            gap_RL,
-            state_RS,
-            *params,
-            stride,
-            TILE=_SEARCH_TILE,
-            NUM_SPLITTERS=NUM_SPLITTERS,
-            LIST=LIST_SIZE,
-            BY_MASS=by_mass,
-            num_warps=16,
-            **chunks,
-            **options,
+        launch(
+            jit.find_cut_kernel,
+            (num_rows,),
+            (logits_RV, best_RC, splitter_RN, count_RCN, mass_RCN, gap_RL, state_RS, *params, stride),
+            {
+                "TILE": _SEARCH_TILE,
+                "NUM_SPLITTERS": NUM_SPLITTERS,
+                "LIST": LIST_SIZE,
+                "BY_MASS": by_mass,
+                "num_warps": 16,
+                **chunks,
+                **options,
+            },
         )

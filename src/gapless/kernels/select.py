@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 
 import torch
 
@@ -29,12 +30,13 @@ def kernels() -> ModuleType:
     return jit
 
 
-def launch_options(device: torch.device) -> dict[str, bool]:
+@functools.cache
+def launch_options(device: torch.device) -> Mapping[str, bool]:
     """Keyword arguments of every launch: whether a kernel starts before the one ahead of it has ended."""
     if device.type != "cuda":
-        return {"EARLY": False}
+        return MappingProxyType({"EARLY": False})
     is_early = has_early_launch(device)
-    return {"EARLY": is_early, "launch_pdl": is_early}
+    return MappingProxyType({"EARLY": is_early, "launch_pdl": is_early})
 
 
 @functools.cache

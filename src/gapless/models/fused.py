@@ -17,14 +17,19 @@ from torch import Tensor
 
 from gapless.env import read_env
 from gapless.graphs.context import get_forward_context
-from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.linear import Matrices, compile_products, gate_up_silu, small_linear
-from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
-from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
+from gapless.graphs.ops import direct
+from gapless.kernels import activation, linear, norm, rope_cache
+from gapless.kernels.linear import Matrices, compile_products
 
 if TYPE_CHECKING:
     from gapless.models.decoder import Decoder, DecoderAttention
     from gapless.models.layers import Linear, RMSNorm
+
+fused_silu_mul = direct(activation.fused_silu_mul)
+small_linear, gate_up_silu = direct(linear.small_linear), direct(linear.gate_up_silu)
+fused_rms_norm, fused_add_rms_norm = direct(norm.fused_rms_norm), direct(norm.fused_add_rms_norm)
+fused_embed_rms_norm = direct(norm.fused_embed_rms_norm)
+rotate_heads, rotate_into_cache = direct(rope_cache.rotate_heads), direct(rope_cache.rotate_into_cache)
 
 
 def prepare_products(model: Decoder) -> None:

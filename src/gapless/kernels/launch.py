@@ -1,0 +1,206 @@
+"""Launching Triton kernels again and again without Triton's own Python.
+
+``kernel[grid](...)`` binds and specialises every argument anew, about 35 us a launch on an H200's host. What
+it finds depends on little: the types of the arguments, which pointers and integers divide by 16, which
+integers are 1, the constants and the device. ``launch`` keeps the compiled kernel under exactly these and
+calls it, with plain addresses in place of tensors.
+
+Invariant: two calls with equal keys are two calls that Triton would serve with one compiled kernel. A key may
+be finer than Triton's, never coarser: alignment is asked of every pointer in every call. Whatever is not
+understood goes Triton's way: the first call of each key, the interpreter, CPU tensors, launch hooks (Triton's
+profiler), other versions than those of ``KNOWN_VERSIONS``. ``GAPLESS_FAST_LAUNCH=0`` turns it off.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gapless.env import read_env
+
+logger = logging.getLogger(__name__)
+
+KNOWN_VERSIONS = ("3.6.",)
+"""Of Triton: what a kernel is specialised on, and how it is called, was read there."""
+
+Grid = tuple[int, ...]
+
+
+def launch(kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+    """``kernel[grid](*args, **constants)``. ``constants`` are all its ``tl.constexpr`` parameters by name,
+    and options of the launch (``num_warps``, ``launch_pdl``, ...)."""
+    launcher = _launcher()
+    if launcher is None:
+        kernel[grid](*args, **constants)
+    else:
+        launcher.launch(kernel, grid, args, constants)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """What a launch of one key needs. It keeps the kernel alive, whose ``id`` is part of the key."""
+
+    kernel: Any
+    run: Callable[..., Any]
+    function: Any
+    packed_metadata: Any
+    constants: tuple[Any, ...]
+    """Values of the constant parameters, which the compiled kernel expects after the others and ignores."""
+
+
+class CachedLauncher:
+    """Compiled kernels by key. What asks the device is passed in, so that tests need none."""
+
+    def __init__(
+        self,
+        *,
+        runtime_knobs: Any,
+        current_device: Callable[[], int],
+        current_stream: Callable[[int], int],
+        is_on_device: Callable[[Tensor], bool],
+    ) -> None:
+        self._knobs = runtime_knobs
+        self._current_device, self._current_stream = current_device, current_stream
+        self._is_on_device = is_on_device
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+
+    def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        described = describe(args, self._is_on_device)
+        if described is None or _is_hooked(self._knobs):
+            kernel[grid](*args, **constants)
+            return
+        kinds, values = described
+        device = self._current_device()
+        key = (id(kernel), device, *kinds, *constants, *constants.values(), *map(type, constants.values()))
+        found = self._compiled.get(key)
+        if found is None:
+            self._launch_new(key, kernel, grid, args, constants)
+            return
+        if found.kernel.pre_run_hooks:
+            kernel[grid](*args, **constants)
+            return
+        grid_x, grid_y, grid_z = (*grid, 1, 1)[:3]
+        found.run(
+            grid_x,
+            grid_y,
+            grid_z,
+            self._current_stream(device),
+            found.function,
+            found.packed_metadata,
+            None,  # what hooks would be told
+            None,
+            None,
+            *values,
+            *found.constants,
+        )
+
+    def _launch_new(
+        self,
+        key: tuple[Any, ...],
+        kernel: Any,
+        grid: Grid,
+        args: Sequence[Any],
+        constants: Mapping[str, Any],
+    ) -> None:
+        compiled = kernel[grid](*args, **constants)
+        tail = constants_in_order(kernel, len(args), constants)
+        if compiled is None or tail is None:
+            return
+        self._compiled[key] = Compiled(
+            kernel=kernel,
+            run=compiled.run,
+            function=compiled.function,
+            packed_metadata=compiled.packed_metadata,
+            constants=tail,
+        )
+
+
+def describe(
+    args: Sequence[Any], is_on_device: Callable[[Tensor], bool]
+) -> tuple[list[Any], list[Any]] | None:
+    """``(kinds, values)``: what of the arguments a kernel is specialised on, and what it is called with.
+
+    None if an argument is something else than a tensor on the device, an int, a float or None.
+    """
+    kinds: list[Any] = []
+    values: list[Any] = []
+    for argument in args:
+        kind = type(argument)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if not is_on_device(argument):
+                return None
+            address = argument.data_ptr()
+            kinds.append(argument.dtype)
+            kinds.append(address & 15 == 0)
+            values.append(address)
+        else:
+            if kind is int:
+                kinds.append(_kind_of_int(argument))
+            elif kind is float or argument is None:
+                kinds.append(kind)
+            else:
+                return None
+            values.append(argument)
+    return kinds, values
+
+
+def constants_in_order(kernel: Any, num_args: int, constants: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Values of the constant parameters in the kernel's own order, or None for a kernel that cannot be
+    called from here: one with other parameters than ``num_args`` plain ones and then constants, or with a
+    constant that equals another one of the same type without being it (0.0 and -0.0)."""
+    params = kernel.params
+    if any(param.is_constexpr for param in params[:num_args]):
+        return None
+    values = []
+    for param in params[num_args:]:
+        value = constants.get(param.name, param.default)
+        if not param.is_constexpr or type(value) not in (int, bool, str, type(None)):
+            return None
+        values.append(value)
+    return tuple(values)
+
+
+@functools.cache
+def _launcher() -> CachedLauncher | None:
+    """The process's launcher, or None where every launch goes Triton's way."""
+    if not read_env().fast_launch or not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    try:
+        import triton
+        from triton import knobs
+        from triton.runtime.driver import driver
+
+        if read_env().triton_interpret or not triton.__version__.startswith(KNOWN_VERSIONS):
+            logger.debug("kernels are launched by Triton %s itself", triton.__version__)
+            return None
+        return CachedLauncher(
+            runtime_knobs=knobs.runtime,
+            current_device=torch._C._cuda_getDevice,  # initialised: there is a tensor on the device
+            current_stream=driver.active.get_current_stream,
+            is_on_device=attrgetter("is_cuda"),
+        )
+    except (ImportError, AttributeError) as error:
+        logger.debug("kernels are launched by Triton itself: %s", error)
+        return None
+
+
+def _kind_of_int(value: int) -> int:
+    """Bit 0: is 1. Bit 1: divides by 16. Above: the type, which depends on the range."""
+    if -(1 << 31) <= value < 1 << 31:
+        return 1 if value == 1 else 0 if value & 15 else 2
+    return (4 if value < 1 << 63 else 8) | (0 if value & 15 else 2)
+
+
+def _is_hooked(runtime_knobs: Any) -> bool:
+    """Whether somebody wants to be told of launches. A chain of hooks may be empty."""
+    enter, leave = runtime_knobs.launch_enter_hook, runtime_knobs.launch_exit_hook
+    return (enter is not None and bool(getattr(enter, "calls", True))) or (
+        leave is not None and bool(getattr(leave, "calls", True))
+    )
