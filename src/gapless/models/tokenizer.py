@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from gapless.errors import ModelError, RequestError
+from gapless.models.vocabulary import token_bytes
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
@@ -56,6 +57,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of entries, added tokens included; a model may have more embeddings."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text, by id; special tokens nothing."""
+        return token_bytes(self._backend)
 
     def apply_chat_template(
         self,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gapless.errors import RequestError
+from gapless.sampling.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 """As OpenAI and vLLM: more log-probabilities per token than this are refused."""
@@ -46,6 +47,8 @@ class SamplingParams:
     """k: also the log-probabilities of the prompt's own tokens, and of the k best beside each."""
     pooling: Literal["last"] | None = None
     """``last``: the last hidden state, normalised, instead of text (an embedding)."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must match: a JSON schema, a regular expression, a grammar."""
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -73,6 +76,8 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.pooling not in (None, "last"):
             raise RequestError(f"pooling={self.pooling!r}: must be last, or None for text")
+        if self.structured_outputs is not None:
+            _check_structured(self.structured_outputs, self.pooling)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop={text!r}: stop strings must be non-empty strings")
@@ -91,6 +96,15 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _check_structured(wanted: object, pooling: str | None) -> None:
+    if not isinstance(wanted, StructuredOutputsParams):
+        raise RequestError(f"structured_outputs={wanted!r}: must be StructuredOutputsParams")
+    if pooling is not None:
+        raise RequestError(
+            f"structured_outputs and pooling={pooling!r}: an embedding has no text to constrain"
+        )
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
