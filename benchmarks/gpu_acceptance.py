@@ -133,6 +133,7 @@ def compare_with_eager(args: argparse.Namespace, name: str, options: dict[str, A
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
     graphs = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
     report = llm.report()
+    llm.reset_prefix_cache()  # the same chunks again
     with llm.padded_eager():
         eager = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
     llm.shutdown()
@@ -156,7 +157,13 @@ def run_without_eager(folder: str, device: str) -> dict[str, Any]:
     from gapless import LLM, SamplingParams
 
     start = time.perf_counter()
-    llm = LLM(model=folder, load_format="dummy", device=device, max_model_len=8448)
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        device=device,
+        max_model_len=8448,
+        enable_prefix_caching=False,  # prompts repeat while decode is timed
+    )
     ready_s = time.perf_counter() - start
     rng = random.Random(0)
     vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
@@ -237,6 +244,7 @@ def logits_of(folder: str, device: str, options: dict[str, Any]) -> dict[str, An
         cuda_graph_bs_prefill=[512, 1024],
         chunked_prefill_size=1024,
         cuda_graph_bs_decode=[8, 16],
+        enable_prefix_caching=False,  # the same prompts twice, in the same order of rows
         **options,
     ) as llm:
         llm.runner.max_steps_ahead = 0  # the buffer then holds the last step of the call

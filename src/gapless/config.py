@@ -144,6 +144,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     max_total_tokens: int | None = None
     """Upper bound on tokens in the KV cache, and so on any step."""
+    enable_prefix_caching: bool = True
+    """A prompt starts behind what is in the cache of it already, from an earlier or a running request."""
     attention_backend: str = "auto"
     enforce_eager: bool = False
     graphs: GraphConfig = field(default_factory=GraphConfig)
@@ -167,6 +169,7 @@ class EngineConfig:
         if not isinstance(self.attention_backend, str) or not self.attention_backend:
             raise ConfigError(f"--attention-backend={self.attention_backend!r}: must be a name, or auto")
         _check_bool("--enforce-eager", self.enforce_eager)
+        _check_bool("--enable-prefix-caching", self.enable_prefix_caching)
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs={self.graphs!r}: must be a GraphConfig")
         self._check_contradictions()

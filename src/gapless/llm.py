@@ -74,6 +74,7 @@ class LLM:
         kv_cache_tokens: int | None = None,
         gpu_memory_utilization: float | None = None,
         max_total_tokens: int | None = None,
+        enable_prefix_caching: bool | None = None,
         attention_backend: str | None = None,
         enforce_eager: bool | None = None,
         compilation_config: Mapping[str, Any] | None = None,
@@ -96,6 +97,7 @@ class LLM:
             opened.loaded.tokenizer,
             eos_token_ids=opened.loaded.info.eos_token_ids,
             seed=opened.config.seed,
+            enable_prefix_caching=opened.config.enable_prefix_caching,
         )
 
     @classmethod
@@ -106,18 +108,37 @@ class LLM:
         *,
         eos_token_ids: Seq[int] = (),
         seed: int = 0,
+        enable_prefix_caching: bool = False,
     ) -> LLM:
         """An engine around a runner that exists already."""
         llm = cls.__new__(cls)
-        llm._start(runner, tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        llm._start(
+            runner,
+            tokenizer,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+            enable_prefix_caching=enable_prefix_caching,
+        )
         return llm
 
     def _start(
-        self, runner: StepRunner, tokenizer: TokenizerLike | None, *, eos_token_ids: Seq[int], seed: int
+        self,
+        runner: StepRunner,
+        tokenizer: TokenizerLike | None,
+        *,
+        eos_token_ids: Seq[int],
+        seed: int,
+        enable_prefix_caching: bool,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
-        self.core = EngineCore(runner, tokenizer=tokenizer, eos_token_ids=eos_token_ids, seed=seed)
+        self.core = EngineCore(
+            runner,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+            enable_prefix_caching=enable_prefix_caching,
+        )
         self._calls: dict[str, _Call] = {}  # request id → the call it belongs to
         self._num_calls = 0
         self._is_shut_down = False
@@ -187,17 +208,26 @@ class LLM:
         ]
 
     def report(self) -> dict[str, Any]:
-        """What was captured, which steps replayed which graph, which ran eagerly and why."""
-        return self.runner.report()
+        """What was captured, which steps replayed which graph, which ran eagerly and why, and how many prompt
+        tokens the prefix cache had."""
+        return self.core.report()
 
     def reset_report(self) -> None:
-        """Count steps from now on; what was captured stays in the report."""
-        self.runner.reset_report()
+        """Count steps and lookups from now on; what was captured stays in the report."""
+        self.core.reset_report()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: after weights were changed in place, or between two runs that are to do
+        equal work."""
+        with self._lock:
+            self.core.reset_prefix_cache()
 
     def padded_eager(self) -> AbstractContextManager[None]:
         """Within the block every step runs the same kernels on the same padded batch, but without graphs.
 
-        The oracle for graphs: tokens must be identical, since neither shapes nor kernels differ.
+        The oracle for graphs: tokens must be identical, since neither shapes nor kernels differ. A prompt
+        that ran before starts behind its cached tokens, which is another shape: call ``reset_prefix_cache``
+        first.
         """
         return self.runner.padded_eager()
 
@@ -341,9 +371,11 @@ def _open(
     from gapless.config import EngineConfig  # these import torch, which takes longer than all the rest
     from gapless.config_sources import read_config_file
     from gapless.engine.build import open_engine
+    from gapless.env import read_env
 
     from_file = {} if config_file is None else read_config_file(config_file)
-    return open_engine(EngineConfig.from_sources(python=options, config_file=from_file), progress)
+    env = read_env().engine_options()
+    return open_engine(EngineConfig.from_sources(python=options, config_file=from_file, env=env), progress)
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:

@@ -303,6 +303,25 @@ def test_python_may_pass_a_graph_config():
         EngineConfig.from_sources(python={"model": "m", "graphs": {"mode": "FULL"}})
 
 
+@pytest.mark.parametrize(
+    ("flags", "config_file", "variable", "expected"),
+    [
+        ({}, {}, None, True),
+        ({}, {}, "off", False),
+        ({}, {}, "1", True),
+        ({}, {"enable-prefix-caching": False}, "1", False),
+        ({"enable_prefix_caching": True}, {"enable_prefix_caching": False}, "0", True),
+        ({"enable_prefix_caching": False}, {}, None, False),
+    ],
+)
+def test_prefix_caching_is_on_unless_flag_file_or_environment_say_otherwise(
+    flags, config_file, variable, expected
+):
+    env = read_env({} if variable is None else {"GAPLESS_ENABLE_PREFIX_CACHING": variable}).engine_options()
+    config = EngineConfig.from_sources(flags={"model": "m", **flags}, config_file=config_file, env=env)
+    assert config.enable_prefix_caching is expected
+
+
 def test_a_missing_model_is_an_error():
     with pytest.raises(ConfigError, match="no model was named"):
         EngineConfig.from_sources(flags={"block_size": 16})

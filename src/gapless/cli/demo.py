@@ -67,6 +67,7 @@ def demo(
             console.print(f"a request failed: {failed[0]}", style="bold red")
             raise typer.Exit(1)
         console.print("\nthe same prompts again without graphs (padded eager) …", style="dim")
+        llm.reset_prefix_cache()  # the same chunks again
         with llm.padded_eager():
             without_graphs = llm.generate(rendered, params)
 

@@ -90,9 +90,17 @@ class EngineOptions:
     attention_backend: Annotated[
         str | None, _option("--attention-backend", help="Attention kernels.", panel="Model", metavar="NAME")
     ] = None
-    enforce_eager: Annotated[bool, _option("--enforce-eager", help="No graphs at all.", panel="Graphs")] = (
-        False
-    )
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Compute the beginning that prompts share once (on).",
+            panel="Memory",
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool | None, _option("--enforce-eager", help="No graphs at all.", panel="Graphs")
+    ] = None
     cuda_graph_backend_prefill: Annotated[
         str | None,
         _option(
@@ -153,7 +161,7 @@ class EngineOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that were given, as text where they have a grammar of their own."""
-        values = {name: value for name, value in _items(self) if value is not None and value is not False}
+        values = {name: value for name, value in _items(self) if value is not None}
         values.pop("config", None)
         return values
 
@@ -193,7 +201,7 @@ class Command(TyperCommand):
     """A command that also takes ``--flag_name`` for ``--flag-name`` and size lists of several words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for param in self.params for name in param.opts}
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         return super().parse_args(ctx, normalise_args(args, known))
 
 

@@ -29,9 +29,15 @@ def make_console(stream: IO[str] | None = None) -> Console:
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The table of steps, then what was captured, then captures that failed."""
+    """The table of steps, then what was captured, what the prefix cache saved, and captures that failed."""
     console.print(step_table(report))
     console.print(capture_line(report), style="dim")
+    cache = report.get("prefix_cache")
+    if cache is not None:
+        console.print(
+            f"prefix cache: {cache['hits']} of {cache['queries']} prompt tokens ({cache['hit_rate']:.0%})",
+            style="dim",
+        )
     for failure in report["failures"]:
         console.print(f"capture failed: {failure['graph']}: {failure['message']}", style="yellow")
 

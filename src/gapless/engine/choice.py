@@ -15,6 +15,7 @@ from gapless.engine.outputs import ChoiceDelta, CompletionOutput, Logprob
 from gapless.engine.request import Sequence
 from gapless.engine.step import TokenLogprob
 from gapless.engine.stop import Finish, StopStrings, finish_of_token
+from gapless.errors import GaplessError
 
 TokenText = Callable[[int], str | None]
 """The text of one token by itself, for log-probabilities; None without a tokenizer."""
@@ -51,7 +52,7 @@ class Choice:
             self.prompt_logprobs = [None] * sequence.num_prompt_tokens
         self._has_told_prompt = self.prompt_logprobs is None
         self.embedding: list[float] | None = None
-        self._is_plain = self._logprobs is None and not self._reads_every_token
+        self._is_plain = self._logprobs is None and not self._reads_every_token and sequence.matcher is None
         """Tokens are only counted and looked up among those that end the choice."""
         self._stop_token_ids = sequence.request.stop_token_ids
         self._max_total_tokens = sequence.request.max_total_tokens
@@ -68,6 +69,8 @@ class Choice:
         if self._logprobs is not None and candidates is not None:
             self._logprobs.append(self._with_text(candidates))
         finish = finish_of_token(sequence)
+        if sequence.matcher is not None:
+            finish = self._match(token_id) or finish
         is_stop_token = finish is not None and finish.reason == "stop"
         if not is_stop_token or sequence.params.include_stop_str_in_output:
             self._num_text_tokens = sequence.num_tokens
@@ -87,6 +90,7 @@ class Choice:
 
     def close(self) -> None:
         """The sequence has ended: nothing is held back any longer."""
+        self.sequence.matcher = None
         if self._detokenizer is None or self._has_stop_string:
             return
         self._read(may_stop=False)
@@ -137,7 +141,20 @@ class Choice:
             sequence.error,
             prompt_logprobs,
             self.embedding,
+            sequence.num_cached_tokens if is_end else 0,
         )
+
+    def _match(self, token_id: int) -> Finish | None:
+        """Move on in the grammar. Its end is the end of the choice, whatever ``ignore_eos`` and
+        ``min_tokens`` say: no further token would fit."""
+        matcher, request = self.sequence.matcher, self.sequence.request
+        assert matcher is not None
+        if not matcher.accept(token_id):
+            raise GaplessError(f"token {token_id} does not fit the grammar")
+        if not matcher.is_terminated:
+            return None
+        is_own = token_id in request.params.stop_token_ids and token_id not in request.eos_token_ids
+        return Finish(reason="stop", stop_reason=token_id if is_own else None)
 
     def _with_text(self, candidates: Iterable[TokenLogprob]) -> dict[int, Logprob]:
         return {

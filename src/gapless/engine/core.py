@@ -2,7 +2,8 @@
 
 ``step`` is the whole loop body: schedule → launch → accept → collect, where what is accepted may be the
 result of an earlier step: a runner on a GPU is fed one step ahead, so that the host works while the device
-does. Stop conditions are then seen one step late, and the extra token is dropped. The core owns nothing of
+does. Stop conditions are then seen one step late, and the extra token is dropped. (A step in which a grammar
+waits for its token is accepted before the next is scheduled.) The core owns nothing of
 the device; it binds the scheduler (what runs next), the runner (runs it) and the choices (what callers see).
 Invariants: one bad request never harms another; when a step fails as a whole, the sequences in it end with an
 error, their blocks come back and the engine goes on; a result for a sequence that was aborted or preempted
@@ -14,27 +15,35 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
+from typing import Any
 
 from gapless.engine.choice import Choice
 from gapless.engine.detokenizer import TokenizerLike
+from gapless.engine.grammar import GrammarCompiler
 from gapless.engine.intake import Intake, Prompt
 from gapless.engine.outputs import ChoiceDelta, RequestOutput
 from gapless.engine.request import Request, Sequence, SequenceState, make_sequences
 from gapless.engine.scheduler import Scheduler
 from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner
-from gapless.errors import RequestError
+from gapless.errors import GaplessError, RequestError
 from gapless.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Drives one runner. ``seed`` makes the draws of requests without a seed of their own repeatable."""
+    """Drives one runner. ``seed`` makes the draws of requests without a seed of their own repeatable.
+
+    With ``enable_prefix_caching`` it must be the only one that runs steps there, or ``reset_prefix_cache``
+    must be called after anyone else has: another core hands out the same blocks.
+    """
 
     def __init__(
         self,
@@ -43,6 +52,7 @@ class EngineCore:
         tokenizer: TokenizerLike | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
+        enable_prefix_caching: bool = False,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -51,20 +61,27 @@ class EngineCore:
             block_size=runner.block_size,
             max_num_reqs=runner.max_num_reqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
         )
+        known_eos_ids = frozenset(t for t in eos_token_ids if 0 <= t < runner.vocab_size)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=known_eos_ids)
         self.intake = Intake(
             tokenizer=tokenizer,
             vocab_size=runner.vocab_size,
-            eos_token_ids=frozenset(t for t in eos_token_ids if 0 <= t < runner.vocab_size),
+            eos_token_ids=known_eos_ids,
             max_model_len=runner.max_model_len,
             capacity_tokens=self.scheduler.allocator.capacity_tokens,
+            grammars=self.grammars,
         )
         self._random = random.Random(seed)
-        self._token_text = lru_cache(maxsize=1 << 16)(self._decode_token)
+        # Of the tokenizer, not of this object, which would then live on until its cycle is collected.
+        self._token_text = lru_cache(maxsize=1 << 16)(partial(_decode_token, tokenizer))
         self._active: dict[str, _Active] = {}
         self._choices: dict[Sequence, Choice] = {}
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._changed: dict[str, _Active] = {}  # since the last step returned; a dict for its order
+        self._is_sound = True
+        """False while a step is being worked on, so that an interruption there is noticed."""
         self.num_failed_steps = 0
         """Steps that have failed as a whole, one after the other: a device that has broken fails them all."""
 
@@ -81,7 +98,8 @@ class EngineCore:
         *,
         prompt_text: str | None = None,
     ) -> Request:
-        """Check a request without adding it. Raises ``RequestError``."""
+        """Check a request without adding it. Waits until its grammar has been compiled. Raises
+        ``RequestError``."""
         if request_id in self._active:
             raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
         params = SamplingParams() if params is None else params
@@ -89,11 +107,13 @@ class EngineCore:
 
     def add(self, request: Request, *, streams: bool = True) -> list[Sequence]:
         """Queue a prepared request; returns one sequence per choice. ``streams`` false: only its last output
-        is returned (cheaper)."""
+        is returned (cheaper). Raises ``GaplessError`` while another engine has requests on this runner."""
         if request.request_id in self._active:
             raise RequestError(
                 f"request_id={request.request_id!r} is already in use; wait until it has finished"
             )
+        if not self._active:
+            self._take_runner()
         seed = request.params.seed
         sequences = make_sequences(request, base_seed=self._random.getrandbits(63) if seed is None else seed)
         choices = [
@@ -135,41 +155,55 @@ class EngineCore:
         for request_id in list(self._active):
             self.abort_request(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, those of running requests included: weights have changed, or two runs
+        are to do equal work. Does nothing without a prefix cache."""
+        if self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.reset()
+
+    def report(self) -> dict[str, Any]:
+        """The runner's report with what the prefix cache has found; ``prefix_cache`` is None without one."""
+        cache = self.scheduler.prefix_cache
+        return {**self.runner.report(), "prefix_cache": None if cache is None else cache.report()}
+
+    def reset_report(self) -> None:
+        """Count steps and lookups from now on."""
+        self.runner.reset_report()
+        if self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.reset_counts()
+
     def step(self) -> list[RequestOutput]:
         """Launch the next step and accept what is due; return a snapshot of each request that changed (only
         the last one if it does not stream)."""
-        self._advance()
-        return [active.snapshot() for active in self._collect()]
+        return [active.snapshot() for active in self._advance()]
 
     def step_deltas(self) -> list[ChoiceDelta]:
         """``step``, but returns what is new in each choice. One engine is driven by one of the two."""
-        self._advance()
-        return [delta for active in self._collect() for delta in active.take_deltas()]
+        return [delta for active in self._advance() for delta in active.take_deltas()]
 
-    def _advance(self) -> None:
-        """Launch the next step and accept what is due."""
-        batch = self._schedule()
+    def _advance(self) -> list[_Active]:
+        """Launch the next step and accept what is due; the requests that have something to tell."""
+        self._is_sound = False
+        try:
+            self._run_step()
+            return self._collect()
+        except BaseException as error:
+            if not self._is_sound:
+                self._start_over(error)
+            raise
+
+    def _run_step(self) -> None:
+        batch = self.scheduler.schedule()
         if batch is not None:
             self._launch(batch)
         else:
             assert self._in_flight or not self.scheduler.has_unfinished, (
                 "nothing can be scheduled, yet requests are unfinished"
             )
-        self._finish_steps(most_in_flight=self.runner.max_steps_ahead if batch is not None else 0)
+        may_run_ahead = batch is not None and not batch.is_host_dependent
+        self._finish_steps(most_in_flight=self.runner.max_steps_ahead if may_run_ahead else 0)
         if not self.scheduler.has_unfinished:
             self._finish_steps(most_in_flight=0)
-
-    def _schedule(self) -> ScheduledBatch | None:
-        try:
-            return self.scheduler.schedule()
-        except BaseException as error:
-            # Half a step: what it has counted as computed never will be, so nobody can go on from there.
-            self._finish_steps(most_in_flight=0)
-            message = f"a step was interrupted while it was scheduled: {type(error).__name__}"
-            for sequence in list(self.scheduler.running):
-                self._finish(sequence, error=message)
-            self.scheduler.abandon_step()
-            raise
 
     def _launch(self, batch: ScheduledBatch) -> None:
         try:
@@ -179,11 +213,15 @@ class EngineCore:
             self._fail(batch, error)
             self.scheduler.complete(batch)
             if not isinstance(error, Exception):
+                self._is_sound = True
                 raise
+        else:
+            self.scheduler.launched(batch)
 
     def _finish_steps(self, *, most_in_flight: int) -> None:
         while len(self._in_flight) > most_in_flight:
             batch, pending = self._in_flight.popleft()
+            result: StepResult | None = None
             try:
                 result = pending.wait()
                 num_sampled = len(batch.sampled_positions)
@@ -194,8 +232,12 @@ class EngineCore:
                 self._accept(batch, result)
                 self.num_failed_steps = 0
             except BaseException as error:
+                if result is not None and not isinstance(error, Exception):
+                    raise  # half accepted
                 self._fail(batch, error)
+                self.scheduler.distrust(batch)
                 if not isinstance(error, Exception):
+                    self._is_sound = True
                     raise
             finally:
                 self.scheduler.complete(batch)
@@ -247,6 +289,25 @@ class EngineCore:
             if not entry.is_stale:
                 self._finish(entry.sequence, error=message)
 
+    def _start_over(self, error: BaseException) -> None:
+        """The bookkeeping was interrupted half-way, so nothing of it can be relied on: what waits goes on
+        waiting, what ran ends with an error, and all blocks are free."""
+        message = f"a step was interrupted while the engine worked on it: {type(error).__name__}"
+        while self._in_flight:
+            _, pending = self._in_flight.popleft()
+            with suppress(Exception):  # of a step whose sequences end here anyway
+                pending.wait()
+        self.scheduler = self.scheduler.renewed()
+        for request_id, active in self._active.items():
+            for choice in active.choices:
+                sequence = choice.sequence
+                if sequence.finish_reason is None and not self.scheduler.add_again(sequence):
+                    sequence.state, sequence.block_table = SequenceState.FINISHED, []
+                    sequence.finish_reason, sequence.error = "error", message
+                if sequence.is_finished:
+                    self._choices.setdefault(sequence, choice)  # to be closed, if that was interrupted
+                    self._changed[request_id] = active
+
     def _finish(self, sequence: Sequence, *, error: str) -> None:
         self.scheduler.finish(sequence, reason="error", error=error)
         self._mark_changed(sequence)
@@ -281,10 +342,26 @@ class EngineCore:
             sequence = choice.sequence
             sequence.finish_reason, sequence.error = "error", sequence.error or _text_error(error)
 
-    def _decode_token(self, token_id: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+    def _take_runner(self) -> None:
+        """Nobody else may run steps as long as this engine has requests: each engine hands out all blocks of
+        the runner's cache, and the device knows the tokens of the step launched last only."""
+        last = _in_charge.get(self.runner)
+        other = None if last is None else last()
+        if other is not None and other is not self and other.has_unfinished():
+            raise GaplessError(
+                f"another engine has {len(other._active)} unfinished request(s) on this runner, and two at "
+                "once would overwrite each other's KV cache; finish or abort those first (abort_all, then "
+                "step until has_unfinished is false), or give all requests to one engine"
+            )
+        _in_charge[self.runner] = weakref.ref(self)
+
+
+_in_charge: weakref.WeakKeyDictionary[StepRunner, weakref.ref[EngineCore]] = weakref.WeakKeyDictionary()
+"""Which engine has used a runner last."""
+
+
+def _decode_token(tokenizer: TokenizerLike | None, token_id: int) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _text_error(error: Exception) -> str:
@@ -306,6 +383,7 @@ class _Active:
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[choice.snapshot() for choice in self.choices],
             prompt_logprobs=self.choices[0].prompt_logprobs,
+            num_cached_tokens=self.choices[0].sequence.num_cached_tokens,
         )
 
     def take_deltas(self) -> list[ChoiceDelta]:

@@ -46,6 +46,8 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """When asked for: per prompt token, itself first; None for the first token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the first choice found in the prefix cache; they were not computed again."""
 
     @property
     def finished(self) -> bool:
@@ -69,3 +71,5 @@ class ChoiceDelta(NamedTuple):
     token."""
     embedding: list[float] | None = None
     """With the last delta of a request for an embedding."""
+    num_cached_tokens: int = 0
+    """With the last delta of a choice: prompt tokens that it found in the prefix cache."""

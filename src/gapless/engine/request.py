@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gapless.engine.grammar import CompiledGrammar, GrammarMatcher
 from gapless.engine.outputs import FinishReason
 from gapless.sampling.params import SamplingParams
 
@@ -40,6 +41,12 @@ class Request:
     """Ids that end a choice: the request's own, and EOS unless it is ignored."""
     eos_token_ids: frozenset[int] = frozenset()
     """Those among them that mean "end of text" and are not reported as a stop reason."""
+    grammar: CompiledGrammar | None = None
+    """What the text of every choice must match."""
+    grammar_end_ids: frozenset[int] = frozenset()
+    """Tokens that may end a text once it matches."""
+    cache_extra: bytes = b""
+    """Names whatever changes keys and values besides the tokens: requests that differ here share no cache."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -65,9 +72,21 @@ class Sequence:
     generation: int = 0
     last_step_id: int = -1
     """The latest step that touches this sequence's blocks."""
+    admitted_step_id: int = -1
+    """The first step of its present life."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as they were needed; tokens never change, so they last."""
+    num_published_blocks: int = 0
+    """Blocks at the start of its table that others may find, or that it found."""
+    cache_epoch: int = -1
+    """Of the prefix cache, when this life began."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the cache when it first ran."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    matcher: GrammarMatcher | None = None
+    """Has taken exactly the output tokens in ``token_ids``."""
 
     @property
     def params(self) -> SamplingParams:
@@ -122,9 +141,14 @@ def make_sequences(request: Request, *, base_seed: int) -> list[Sequence]:
             seed=_wrap(base_seed + index),
             token_ids=list(request.prompt_token_ids),
             block_table=[],
+            matcher=_make_matcher(request),
         )
         for index in range(request.params.n)
     ]
+
+
+def _make_matcher(request: Request) -> GrammarMatcher | None:
+    return None if request.grammar is None else GrammarMatcher(request.grammar, request.grammar_end_ids)
 
 
 def _wrap(seed: int) -> int:

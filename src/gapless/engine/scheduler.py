@@ -6,7 +6,8 @@ grows; when they run out the *latest* arrival is preempted (its blocks go back, 
 computed anew later), so the oldest always gets on and nobody starves. Invariants: ``running`` and ``waiting``
 are sorted by arrival and everything running arrived before everything waiting; a step never exceeds its token
 and request budgets; blocks of a preempted or aborted sequence are handed out again only after the last step
-that touches them. Read ``step.py`` for the data, ``core.py`` for the loop.
+that touches them. A sequence starts behind those of its tokens that are in the cache already
+(``prefix_cache.py``). Read ``step.py`` for the data, ``core.py`` for the loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import deque
 
 from gapless.cache.blocks import BlockAllocator
 from gapless.engine.outputs import FinishReason
+from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.request import Sequence, SequenceState
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 
@@ -24,10 +26,19 @@ full cache admits a request only to preempt it a few steps later."""
 
 
 class Scheduler:
-    """``max_num_reqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of one step."""
+    """``max_num_reqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of one step.
+
+    With a prefix cache nobody else may write to the blocks of the KV cache between steps.
+    """
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_num_reqs: int, max_num_batched_tokens: int
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_reqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = False,
     ) -> None:
         assert max_num_reqs >= 1, f"max_num_reqs={max_num_reqs}"
         assert max_num_batched_tokens >= 1, f"max_num_batched_tokens={max_num_batched_tokens}"
@@ -41,6 +52,10 @@ class Scheduler:
         self._num_in_flight = 0
         self._run: DecodeRun | None = None
         """Set while all that runs has decoded in the last step and nothing has changed since."""
+        self.prefix_cache = PrefixCache(self.allocator) if enable_prefix_caching else None
+        self._launched_step_id = -1
+        self._prefills: list[ScheduledSequence] = []
+        """Of the step scheduled last."""
         self._watermark_blocks = int(self.allocator.num_usable * _WATERMARK)
 
     @property
@@ -77,16 +92,17 @@ class Scheduler:
             self._run = None
         else:
             self.waiting.remove(sequence)
-        self._release(sequence)
+        self._release(sequence, is_sound=reason != "error")
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run now. Counts its tokens as computed at once."""
         entries = self._continue_run()
+        prefills: list[ScheduledSequence] = []
+        self._prefills = prefills
         if entries is None:
             decodes: list[ScheduledSequence] = []
-            prefills: list[ScheduledSequence] = []
             self._schedule_running(decodes, prefills)
             self._admit_waiting(decodes, prefills)
             self._run = None
@@ -100,18 +116,54 @@ class Scheduler:
         self._num_in_flight += 1
         return batch
 
+    def launched(self, batch: ScheduledBatch) -> None:
+        """The step will run before all later ones: they may read what it computes of known tokens.
+
+        To be called before the next step is scheduled.
+        """
+        self._launched_step_id = batch.step_id
+        if self.prefix_cache is None:
+            return
+        for entry in self._prefills:
+            if not entry.is_stale:
+                self.prefix_cache.publish(entry.sequence, entry.end)
+
+    def distrust(self, batch: ScheduledBatch) -> None:
+        """A step that was launched has failed: nothing that it or a later one has computed may be found, and
+        whoever may have found it already is computed anew. None of their tokens has been accepted yet."""
+        if self.prefix_cache is None:
+            return
+        self.prefix_cache.reset()
+        while self.running and self.running[-1].admitted_step_id > batch.step_id:
+            self._preempt(self.running.pop())
+
     def complete(self, batch: ScheduledBatch) -> None:
         """The step has ended on the device, well or badly: blocks that waited for it become free."""
         self._num_in_flight -= 1
         self.allocator.retire(batch.step_id)
 
-    def abandon_step(self) -> None:
-        """The step that was being scheduled will not run; no earlier one may be in flight, and what ran has
-        been finished."""
-        assert self._num_in_flight == 0
-        assert not self.running
-        self.allocator.retire(self._next_step_id)
-        self._next_step_id += 1
+    def renewed(self) -> Scheduler:
+        """An empty scheduler like this one, whatever state this one was left in; no step may be in flight."""
+        fresh = Scheduler(
+            num_blocks=self.allocator.num_blocks,
+            block_size=self.allocator.block_size,
+            max_num_reqs=self.max_num_reqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=self.prefix_cache is not None,
+        )
+        fresh.num_preemptions = self.num_preemptions
+        return fresh
+
+    def add_again(self, sequence: Sequence) -> bool:
+        """Queue a sequence of the scheduler before, if it had not begun to run there (or was preempted)."""
+        is_waiting = sequence.state is SequenceState.WAITING
+        if not is_waiting or sequence.block_table or sequence.num_computed_tokens:
+            return False
+        sequence.num_pending_tokens = 0
+        sequence.last_step_id = -1
+        sequence.generation += 1
+        self.add(sequence)
+        return True
 
     def _continue_run(self) -> tuple[ScheduledSequence, ...] | None:
         """The usual step: what decoded in the last one decodes again. None when anything may be different.
@@ -169,15 +221,26 @@ class Scheduler:
         num_reserved = self._watermark_blocks + sum(
             max(0, allocator.blocks_for(s.num_tokens) - len(s.block_table)) for s in self.running
         )
+        cache = self.prefix_cache
         while self.waiting and budget > 0 and len(self.running) < self.max_num_reqs:
             sequence = self.waiting[0]
-            num_needed = allocator.blocks_for(sequence.num_tokens)
-            if num_needed + (num_reserved if self.running else 0) > allocator.num_free:
+            if cache is not None and self.running and cache.is_being_computed(sequence, by=self.running[-1]):
+                return  # choices of one prompt arrive behind each other
+            found = [] if cache is None else cache.match(sequence)
+            num_needed = allocator.blocks_for(sequence.num_tokens) - len(found)
+            num_reused = allocator.count_free(found)
+            if num_needed + num_reused + (num_reserved if self.running else 0) > allocator.num_free:
                 return
-            num_new = min(sequence.num_tokens, budget)
-            blocks = allocator.allocate(allocator.blocks_for(num_new))
+            start = len(found) * allocator.block_size
+            num_new = min(sequence.num_tokens - start, budget)
+            allocator.share(found)
+            blocks = allocator.allocate(allocator.blocks_for(start + num_new) - len(found))
             assert blocks is not None
-            sequence.block_table = blocks
+            sequence.block_table = found + blocks
+            sequence.num_computed_tokens = start
+            sequence.admitted_step_id = self._next_step_id
+            if cache is not None:
+                cache.admit(sequence, len(found))
             sequence.state = SequenceState.RUNNING
             self.running.append(self.waiting.popleft())
             budget -= num_new
@@ -230,10 +293,17 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.block_table:
-            self.allocator.free_after(sequence.block_table, step_id=sequence.last_step_id)
+    def _release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        cache, table = self.prefix_cache, sequence.block_table
+        if cache is not None:
+            if not is_sound:
+                self.allocator.forget(table)
+            elif sequence.last_step_id <= self._launched_step_id:
+                cache.publish(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
+        if table:
+            self.allocator.free_after(table, step_id=sequence.last_step_id)
         sequence.block_table = []  # a new list: entries of steps in flight keep the old one
+        sequence.num_published_blocks = 0
 
 
 _make_entry = ScheduledSequence._make  # half the time of the call by keyword

@@ -236,6 +236,7 @@ class EngineLoop:
             new.stop_reason,
             new.error,
             prompt_logprobs,
+            new.num_cached_tokens,
         )
 
 

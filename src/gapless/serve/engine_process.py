@@ -87,7 +87,7 @@ def _serve(open_engine: EngineOpener, channel: EngineChannel) -> int:
         loop = EngineLoop(
             engine.core,
             channel,
-            report=runner.report,
+            report=engine.core.report,
             log=getattr(runner, "log", None),
         )
         # What start-up has made lives as long as the process: the collector need not look at it again.

@@ -66,7 +66,9 @@ def resolve_options(
     server |= _fields(server_file, source="config file")
     server |= _fields(server_flags, source="command line")
     return ServeOptions(
-        engine=EngineConfig.from_sources(flags=engine_flags, config_file=engine_file),
+        engine=EngineConfig.from_sources(
+            flags=engine_flags, config_file=engine_file, env=env.engine_options()
+        ),
         server=ServerSettings(**server),
     )
 

@@ -26,6 +26,7 @@ def open_served_model(config: EngineConfig, progress: ReportProgress) -> ServedE
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.info.eos_token_ids,
         seed=opened.config.seed,
+        enable_prefix_caching=opened.config.enable_prefix_caching,
     )
     return ServedEngine(core=core, info=_info(opened, startup_s=time.perf_counter() - start))
 

@@ -118,7 +118,7 @@ def collect_stats(
     """The record as it is now. ``capture``: ``num_graphs`` and the report's ``memory``, which are fixed once
     everything is captured."""
     scheduler = core.scheduler
-    allocator = scheduler.allocator
+    allocator, cache = scheduler.allocator, scheduler.prefix_cache
     return {
         "uptime_s": uptime_s,
         "num_running": len(scheduler.running),
@@ -138,8 +138,8 @@ def collect_stats(
         "capture_s": float(capture.get("capture_s", 0.0)),
         "pool_bytes": int(capture.get("pool_bytes", 0)),
         "driver_bytes": int(capture.get("driver_bytes", 0)),
-        "prefix_cache_queries": 0,
-        "prefix_cache_hits": 0,
+        "prefix_cache_queries": cache.num_queries if cache is not None else 0,
+        "prefix_cache_hits": cache.num_hits if cache is not None else 0,
         "queue_time_s": counters.queue_time_s.record(),
         "step_time_s": counters.step_time_s.record(),
         "recent_steps": [list(record) for record in recent_steps],

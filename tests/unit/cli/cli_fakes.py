@@ -79,6 +79,7 @@ class FakeLLM:
         self.prompts, self.params = [], None
         self.is_shut_down = self.is_eager = False
         self.num_resets = 0
+        self.has_cached_prompts = False
         progress("weights", 1, 1)
         FakeLLM.made.append(self)
 
@@ -91,6 +92,7 @@ class FakeLLM:
     def stream(self, prompts, params, *, errors):
         assert errors == "return"
         self.prompts, self.params = prompts, params
+        self.has_cached_prompts = True
         answers = [_answer(prompt) for prompt in prompts]
         for position in reversed(range(len(prompts))):  # the last prompt finishes first
             for end in (1, len(answers[position] or "")):
@@ -101,6 +103,7 @@ class FakeLLM:
 
     @contextmanager
     def padded_eager(self):
+        assert not self.has_cached_prompts, "the oracle must do equal work"
         self.is_eager = True
         yield
         self.is_eager = False
@@ -110,6 +113,9 @@ class FakeLLM:
 
     def reset_report(self):
         self.num_resets += 1
+
+    def reset_prefix_cache(self):
+        self.has_cached_prompts = False
 
     def shutdown(self):
         self.is_shut_down = True

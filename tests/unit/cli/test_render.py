@@ -55,6 +55,13 @@ def test_report_without_any_step_is_a_table_of_zeros(text_of):
     assert "no graphs captured" in text_of(report)
 
 
+def test_what_the_prefix_cache_found_is_shown_where_there_is_one(text_of):
+    cache = {"queries": 64, "hits": 16, "hit_rate": 0.25, "blocks": 7}
+    assert "prefix cache: 16 of 64 prompt tokens (25%)" in text_of({**REPORT, "prefix_cache": cache})
+    assert "prefix cache" not in text_of({**REPORT, "prefix_cache": None})
+    assert "prefix cache" not in text_of(REPORT)
+
+
 def test_failed_captures_are_shown(text_of):
     report = {**REPORT, "failures": [{"graph": "prefill 64", "message": "aten.nonzero reads [data]"}]}
     assert "prefill 64: aten.nonzero reads [data]" in text_of(report)

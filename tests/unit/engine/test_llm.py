@@ -260,10 +260,10 @@ class TestChat:
 
 
 class TestLife:
-    def test_the_report_is_the_runners(self):
+    def test_the_report_is_the_runners_and_the_prefix_caches(self):
         llm = make_llm()
         llm.generate("hello", GREEDY)
-        assert llm.report() == {"steps": len(llm.runner.batches)}
+        assert llm.report() == {"steps": len(llm.runner.batches), "prefix_cache": None}
 
     def test_the_context_manager_shuts_down_and_again_is_harmless(self):
         with make_llm() as llm:
@@ -345,6 +345,7 @@ class TestOptions:
             ("block_size", 16, 32),
             ("gpu_memory_utilization", 0.9, 0.5),
             ("attention_backend", "auto", "torch_reference"),
+            ("enable_prefix_caching", True, False),
             ("enforce_eager", False, True),
         ],
     )

@@ -30,6 +30,16 @@ def test_one_flat_file_holds_both_kinds_of_options():
     assert (options.engine.max_running_requests, options.engine.graphs.mode) == (3, "NONE")
 
 
+@pytest.mark.parametrize(
+    ("flags", "file", "variable", "expected"),
+    [({}, {}, "", True), ({}, {}, "no", False), ({}, {"enable-prefix-caching": True}, "no", True)],
+)
+def test_prefix_caching_is_an_option_of_the_server_too(flags, file, variable, expected):
+    env = read_env({"GAPLESS_ENABLE_PREFIX_CACHING": variable})
+    options = resolve(engine=flags, file=file, env=env)
+    assert options.engine.enable_prefix_caching is expected
+
+
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment():
     env = Env(logging_level="DEBUG", api_keys=("from-env",))
     assert resolve(env=env).server.log_level == "debug"
