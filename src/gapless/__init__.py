@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gapless.graphs.real_sizes import num_real
     from gapless.llm import LLM
     from gapless.sampling.params import SamplingParams
+    from gapless.sampling.structured import StructuredOutputsParams
 
 _HOME = {
     "CaptureError": "gapless.errors",
@@ -41,6 +42,7 @@ _HOME = {
     "RequestError": "gapless.errors",
     "RequestOutput": "gapless.engine.outputs",
     "SamplingParams": "gapless.sampling.params",
+    "StructuredOutputsParams": "gapless.sampling.structured",
     "eager_break": "gapless.graphs.breakable",
     "graphed": "gapless.graphs.graphed",
     "num_real": "gapless.graphs.real_sizes",
@@ -60,6 +62,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "eager_break",
     "graphed",
     "num_real",

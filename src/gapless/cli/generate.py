@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ from gapless.cli.session import has_chat_template, open_llm, render_prompts, run
 from gapless.cli.streaming import make_view
 from gapless.errors import ConfigError
 from gapless.sampling.params import SamplingParams
+from gapless.sampling.structured import StructuredOutputsParams
 
 
 def generate(
@@ -41,13 +43,23 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json-schema", metavar="FILE", help="Answers are JSON that this schema allows; - is stdin."
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="Answers match this regular expression as a whole.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON lines: one per answer, then a report.")
     ] = False,
 ) -> None:
     """Generate text for one or more prompts, all of them at the same time."""
     prompts = collect_prompts(prompt, prompts_file)
-    params = SamplingParams(**sampling.sampling_kwargs())
+    structured = _structured_outputs(json_schema, regex)
+    params = SamplingParams(**sampling.sampling_kwargs(), structured_outputs=structured)
     with open_llm(engine) as llm:
         if chat and not has_chat_template(llm):
             raise ConfigError("--chat: this model has no chat template; use --raw")
@@ -78,3 +90,17 @@ def generate(
             console.print(line, style="dim")
     if any(choice.finish_reason in ("error", "abort") for output in outputs for choice in output.outputs):
         raise typer.Exit(1)
+
+
+def _structured_outputs(json_schema: str | None, regex: str | None) -> StructuredOutputsParams | None:
+    if json_schema is None and regex is None:
+        return None
+    if json_schema is None:
+        return StructuredOutputsParams(regex=regex)
+    if regex is not None:
+        raise ConfigError("--json-schema and --regex: an answer can follow one of them")
+    try:
+        text = sys.stdin.read() if json_schema == "-" else Path(json_schema).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--json-schema {json_schema}: the file cannot be read: {error}") from None
+    return StructuredOutputsParams(json=text)

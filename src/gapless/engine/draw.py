@@ -4,7 +4,8 @@ Greedy rows cost nothing here. Rows that sample go through a graph whose paramet
 index, filters) are static inputs. Penalties, banned ids and log-probabilities run eagerly on the few rows
 concerned; each such step is counted with its reason. None of them needs a token that the host does not know:
 penalties read counts that the device keeps (``penalties.py``). A draw depends on the seed and the token's
-index only, never on the row or the size of the batch.
+index only, never on the row or the size of the batch. Masks of grammars do need the last token: a step with
+one is launched when the host knows it, and is counted as ``host_dependent_sampling``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from torch import Tensor
 
+from gapless.engine.grammar_masks import GrammarMasks
 from gapless.engine.graph_set import INVALID_TOKEN, GraphSet, greedy_or_invalid
 from gapless.engine.penalties import PenaltyTable
 from gapless.engine.readback import Readback, ReadbackRing
@@ -25,6 +27,8 @@ from gapless.graphs.report import StepLog
 from gapless.sampling.params import SamplingParams
 from gapless.sampling.sampler import mask_tokens, to_device, token_logprobs
 
+HOST_DEPENDENT_SAMPLING = "host_dependent_sampling"
+"""A grammar's mask needs the last token on the host, so the step could not be launched ahead."""
 _NAN_LOGITS = "the model produced NaN logits for this request"
 
 
@@ -35,6 +39,12 @@ class TokenDrawer:
         self._graphs, self._rows, self._log = graphs, rows, log
         self._readback = ReadbackRing(graphs.limits.max_num_reqs, graphs.store.device)
         self._penalties = PenaltyTable(
+            max_num_reqs=graphs.limits.max_num_reqs,
+            vocab_size=graphs.vocab_size,
+            torch_device=graphs.store.device.torch_device,
+            has_fused_kernels=graphs.has_fused_sampling,
+        )
+        self._grammar_masks = GrammarMasks(
             max_num_reqs=graphs.limits.max_num_reqs,
             vocab_size=graphs.vocab_size,
             torch_device=graphs.store.device.torch_device,
@@ -59,6 +69,9 @@ class TokenDrawer:
         adjusted: list[int] = []
         if any(p.has_penalties or p.min_tokens for p in params):
             adjusted = [r for r, e in enumerate(entries) if _needs_adjusting(e)]
+        constrained: list[int] = []
+        if any(p.structured_outputs is not None for p in params):
+            constrained = [r for r, e in enumerate(entries) if e.sequence.matcher is not None]
         asking: list[int] = []
         if any(p.logprobs is not None for p in params):
             asking = [r for r, e in enumerate(entries) if e.sequence.params.logprobs is not None]
@@ -67,6 +80,10 @@ class TokenDrawer:
         penalised = [r for r in adjusted if entries[r].sequence.params.has_penalties]
         if adjusted:
             self._adjust(entries, adjusted, penalised, logits_RV)
+        errors: dict[int, str] = {}
+        if constrained:
+            errors = self._constrain(entries, constrained, logits_RV)
+            adjusted = [*adjusted, *constrained]
         tokens_R = greedy_R
         if not all(p.is_greedy for p in params) or (adjusted and self._graphs.has_fused_sampling):
             tokens_R = self._sample(entries)
@@ -78,7 +95,9 @@ class TokenDrawer:
         if index_K is not None and raw_KV is not None:
             self._log.count_eager(Phase.SAMPLE, "logprobs")
             logprobs = _start_logprobs(entries, asking, raw_KV, tokens_R[index_K])
-        return DrawnTokens(self._readback.start(tokens_R), positions, logprobs)
+        return DrawnTokens(
+            self._readback.start(tokens_R), positions, logprobs, {positions[r]: e for r, e in errors.items()}
+        )
 
     def _sample(self, entries: Seq[ScheduledSequence]) -> Tensor:
         params = [e.sequence.params for e in entries]
@@ -102,10 +121,23 @@ class TokenDrawer:
         if penalised:
             self._log.count_eager(Phase.SAMPLE, "penalties")
             self._penalties.apply(entries, penalised, logits_RV)
-        banned = [(r, ids) for r in rows if (ids := _banned_ids(entries[r]))]
+        banned = [
+            (r, ids) for r in rows if entries[r].sequence.matcher is None and (ids := _banned_ids(entries[r]))
+        ]
         if banned:
             self._log.count_eager(Phase.SAMPLE, "min_tokens")
             mask_tokens(logits_RV, [(r, sorted(ids)) for r, ids in banned])
+
+    def _constrain(
+        self, entries: Seq[ScheduledSequence], rows: list[int], logits_RV: Tensor
+    ) -> dict[int, str]:
+        """Leave the tokens that fit each row's grammar, in place; what went wrong, by row.
+
+        The grammar is stronger than ``min_tokens``: where only the end fits, the end is drawn.
+        """
+        self._log.count_eager(Phase.SAMPLE, HOST_DEPENDENT_SAMPLING)
+        banned = {r: ids for r in rows if (ids := _banned_ids(entries[r]))}
+        return self._grammar_masks.apply(entries, rows, logits_RV, banned=banned)
 
 
 def _start_logprobs(
@@ -135,17 +167,18 @@ class DrawnTokens:
         readback: Readback,
         positions: Seq[int],
         logprobs: Callable[[], list[list[TokenLogprob] | None]] | None,
+        errors: dict[int, str],
     ) -> None:
         self._readback, self._positions, self._logprobs = readback, positions, logprobs
+        self._errors = errors
 
     def wait(self) -> StepResult:
         token_ids = self._readback.wait()
         logprobs = None if self._logprobs is None else self._logprobs()
-        errors = {}
+        errors = self._errors
         if INVALID_TOKEN in token_ids:
-            errors = {
-                self._positions[r]: _NAN_LOGITS for r, token in enumerate(token_ids) if token == INVALID_TOKEN
-            }
+            invalid = [self._positions[r] for r, token in enumerate(token_ids) if token == INVALID_TOKEN]
+            errors = {**dict.fromkeys(invalid, _NAN_LOGITS), **errors}
         return StepResult(token_ids=token_ids, logprobs=logprobs, errors=errors)
 
 

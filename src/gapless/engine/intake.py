@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gapless.engine.detokenizer import TokenizerLike
+from gapless.engine.grammar import GrammarCompiler
 from gapless.engine.request import Request
 from gapless.errors import RequestError
 from gapless.sampling.params import SamplingParams
@@ -29,6 +30,7 @@ class Intake:
     eos_token_ids: frozenset[int]
     max_model_len: int
     capacity_tokens: int
+    grammars: GrammarCompiler | None = None
 
     def make_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, prompt_text: str | None = None
@@ -56,6 +58,12 @@ class Intake:
                 f"min_tokens={params.min_tokens}: every token of the vocabulary of {self.vocab_size} ends "
                 "the answer, so none can be drawn before; name fewer stop_token_ids"
             )
+        grammar, end_ids = None, frozenset[int]()
+        if params.structured_outputs is not None:
+            if self.grammars is None:
+                raise RequestError("structured_outputs: this engine compiles no grammars")
+            grammar = self.grammars.compile(params.structured_outputs)
+            end_ids = self.grammars.end_ids(params.stop_token_ids)
         return Request(
             request_id=request_id,
             prompt=prompt_text,
@@ -64,6 +72,8 @@ class Intake:
             max_total_tokens=longest,
             stop_token_ids=stops,
             eos_token_ids=eos,
+            grammar=grammar,
+            grammar_end_ids=end_ids,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

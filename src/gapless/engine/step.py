@@ -106,6 +106,11 @@ class ScheduledBatch:
         return [position for position, entry in enumerate(self.entries) if entry.samples]
 
     @property
+    def is_host_dependent(self) -> bool:
+        """Some entry's next mask depends on the token drawn here, so the host must know it first."""
+        return any(params.structured_outputs is not None for params in self.sampling_params)
+
+    @property
     def sampling_params(self) -> list[SamplingParams]:
         """Of the sampled entries, each object once."""
         run = self.run

@@ -2,25 +2,31 @@
 
 It never waits for a message while there is work, and waits for nothing else when there is none, so an idle
 engine costs nothing and a busy one looks at its inbox once per step: an abort frees its blocks before the
-next step. Invariants: every request that came in gets its last delta, or one ``Refused``; whatever goes wrong
-with one request is told to that request; an error of the loop itself leaves ``run``, for the process to
-report. Read ``engine_process.py`` for what surrounds it, ``engine/core.py`` for a step.
+next step. Grammars compile in threads meanwhile, and their requests enter the engine afterwards. Invariants:
+every request that came in gets its last delta, or one ``Refused``; whatever goes wrong with one request is
+told to that request; an error of the loop itself leaves ``run``, for the process to report. Read
+``engine_process.py`` for what surrounds it, ``engine/core.py`` for a step.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gapless.engine.core import EngineCore
-from gapless.engine.outputs import ChoiceDelta, Logprob
+from gapless.engine.grammar import CompiledGrammar
+from gapless.engine.outputs import ChoiceDelta, FinishReason, Logprob
 from gapless.engine.request import Sequence as RequestSequence
 from gapless.engine.request import SequenceState
 from gapless.errors import GaplessError, RequestError
 from gapless.sampling.params import SamplingParams
+from gapless.sampling.structured import StructuredOutputsParams
 from gapless.serve.messages import (
     AbortRequest,
     Answer,
@@ -29,6 +35,7 @@ from gapless.serve.messages import (
     EmbedRequest,
     FromEngine,
     GenerateRequest,
+    Grammar,
     Heartbeat,
     Query,
     Refused,
@@ -44,6 +51,9 @@ if TYPE_CHECKING:
     from gapless.graphs.report import StepLog
 
 HEARTBEAT_S = 1.0
+COMPILE_POLL_S = 0.005
+MAX_COMPILE_S = 60.0
+"""A grammar that is not compiled by then is refused."""
 MAX_FAILED_STEPS = 8
 """After so many steps in a row that failed as a whole the device is taken for broken (a CUDA error stays)."""
 
@@ -80,6 +90,7 @@ class EngineLoop:
         self._recent = RecentSteps(log)
         self._queue: deque[tuple[RequestSequence, float]] = deque()  # not in a step yet, and since when
         self._embedding_ids: set[str] = set()
+        self._compiling: dict[str, _Compiling] = {}  # requests that wait for their grammar
         started = report()
         self._capture = {**started.get("memory", {}), "num_graphs": len(started.get("graphs", ()))}
         self._start_s = clock()
@@ -89,17 +100,21 @@ class EngineLoop:
     def run(self) -> None:
         """Until ``Shutdown`` has been received and its work is done. Raises what the engine's own code
         raises."""
-        while self._deadline_s is None or self._core.has_unfinished():
+        while self._deadline_s is None or self._core.has_unfinished() or self._compiling:
             self._beat()
             for message in self._channel.receive(self._wait_s()):
                 self._handle(message)
             if self._deadline_s is not None and self._clock() >= self._deadline_s:
                 self._core.abort_all()
+                for request_id in list(self._compiling):
+                    self._abort(request_id)
+            if self._compiling:
+                self._start_compiled()
             if self._core.has_unfinished():
                 self._step()
 
     def stats(self) -> EngineStats:
-        return collect_stats(
+        stats = collect_stats(
             self._core,
             self._counters,
             log=self._log,
@@ -107,11 +122,14 @@ class EngineLoop:
             uptime_s=self._clock() - self._start_s,
             recent_steps=self._recent.records,
         )
+        stats["num_waiting"] += len(self._compiling)
+        return stats
 
     def _wait_s(self) -> float:
         if self._core.has_unfinished():
             return 0.0
-        return max(0.0, self._next_beat_s - self._clock())
+        longest = COMPILE_POLL_S if self._compiling else math.inf
+        return max(0.0, min(longest, self._next_beat_s - self._clock()))
 
     def _beat(self) -> None:
         now = self._clock()
@@ -124,7 +142,7 @@ class EngineLoop:
             case GenerateRequest():
                 self._start_request(message)
             case AbortRequest():
-                self._core.abort_request(message.request_id)
+                self._abort(message.request_id)
             case EmbedRequest():
                 self._start_embedding(message)
             case Query():
@@ -135,17 +153,46 @@ class EngineLoop:
                 self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
 
     def _start_request(self, message: GenerateRequest) -> None:
-        if message.grammar is not None:
-            self._refuse(message.request_id, "this engine cannot constrain its output to a grammar")
-            return
         try:
-            params = _sampling_params(message.params, prompt_logprobs=message.prompt_logprobs)
+            params = _sampling_params(message)
+            compiling = self._compile_grammar(message.request_id, params)
+            if compiling is not None and not compiling.done():
+                deadline_s = self._clock() + MAX_COMPILE_S
+                self._compiling[message.request_id] = _Compiling(message, compiling, deadline_s)
+                return
             self._add(message.request_id, message.prompt_token_ids, params, streams=message.stream)
         except RequestError as error:
             self._refuse(message.request_id, str(error))
         except Exception as error:  # a bug, of a tokenizer for instance: this request fails, others go on
             logger.error("request %s could not be started", message.request_id, exc_info=error)
             self._fail_request(message, f"{type(error).__name__}: {error}")
+
+    def _compile_grammar(self, request_id: str, params: SamplingParams) -> Future[CompiledGrammar] | None:
+        if params.structured_outputs is None:
+            return None
+        if request_id in self._compiling:
+            raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
+        return self._core.grammars.start(params.structured_outputs)
+
+    def _start_compiled(self) -> None:
+        """Requests whose grammar is ready enter the engine; those that have waited too long are refused."""
+        for request_id, waiting in list(self._compiling.items()):
+            if waiting.grammar.done():
+                del self._compiling[request_id]
+                self._start_request(waiting.message)
+            elif self._clock() >= waiting.deadline_s:
+                del self._compiling[request_id]
+                self._refuse(
+                    request_id,
+                    f"the grammar takes more than {MAX_COMPILE_S:.0f} s to compile; make it smaller",
+                )
+
+    def _abort(self, request_id: str) -> None:
+        waiting = self._compiling.pop(request_id, None)
+        if waiting is None:
+            self._core.abort_request(request_id)
+        else:
+            self._end_unstarted(waiting.message, "abort")
 
     def _start_embedding(self, message: EmbedRequest) -> None:
         """A request for one token that nobody sees; it batches with all others."""
@@ -164,9 +211,14 @@ class EngineLoop:
 
     def _fail_request(self, message: GenerateRequest, error: str) -> None:
         self._core.abort_request(message.request_id)
+        self._end_unstarted(message, "error", error)
+
+    def _end_unstarted(
+        self, message: GenerateRequest, reason: FinishReason, error: str | None = None
+    ) -> None:
         num_choices = message.params.get("n", 1)
         ends = [
-            Delta(message.request_id, index, "", [], finish_reason="error", error=error)
+            Delta(message.request_id, index, "", [], finish_reason=reason, error=error)
             for index in range(num_choices)
         ]
         self._channel.send(StepOutput(ends))
@@ -243,11 +295,35 @@ class EngineLoop:
 _EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, pooling="last")
 
 
-def _sampling_params(fields: dict[str, Any], *, prompt_logprobs: int | None) -> SamplingParams:
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request that enters the engine once its grammar has been compiled, beside the steps of others."""
+
+    message: GenerateRequest
+    grammar: Future[CompiledGrammar]
+    deadline_s: float
+
+
+def _sampling_params(message: GenerateRequest) -> SamplingParams:
+    wanted = None if message.grammar is None else _structured_outputs(message.grammar)
     try:
-        return SamplingParams(**fields, prompt_logprobs=prompt_logprobs)
+        return SamplingParams(
+            **message.params, prompt_logprobs=message.prompt_logprobs, structured_outputs=wanted
+        )
     except TypeError as error:
         raise RequestError(f"sampling parameters: {error}") from None
+
+
+def _structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
+    match grammar.kind:
+        case "json_schema":
+            return StructuredOutputsParams(json=grammar.text)
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "regex":
+            return StructuredOutputsParams(regex=grammar.text)
+        case "ebnf":
+            return StructuredOutputsParams(grammar=grammar.text)
 
 
 def _candidates(row: dict[int, Logprob]) -> list[TokenLogprob]:
