@@ -78,7 +78,7 @@ class CachedLauncher:
             return
         kinds, values = described
         device = self._current_device()
-        key = (id(kernel), device, *kinds, *constants, *constants.values(), *map(type, constants.values()))
+        key = (id(kernel), device, *kinds, *constants, *constants.values())
         found = self._compiled.get(key)
         if found is None:
             self._launch_new(key, kernel, grid, args, constants)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import traceback
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.errors import ConfigError, GraphError
-from gapless.graphs.ops import implementation_of, register_custom_op, register_custom_op_from_extern
+from gapless.graphs.op_log import OpLog
+from gapless.graphs.ops import (
+    direct,
+    implementation_of,
+    register_custom_op,
+    register_custom_op_from_extern,
+)
 
 _numbers = itertools.count()
 
@@ -52,6 +59,16 @@ class CallLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(params=["op", "direct"])
+def path(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
+    """How a call site calls an op: itself, or past the dispatcher, which needs gradients to be off."""
+    if request.param == "op":
+        yield lambda op: op
+    else:
+        with torch.no_grad():
+            yield direct
+
+
 # The two examples of the documentation.
 
 
@@ -68,9 +85,11 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_in_place_op_writes_all_its_outputs(backend: str | None) -> None:
+def test_an_in_place_op_writes_all_its_outputs(backend: str | None, path: Callable[[Any], Any]) -> None:
+    quantise = path(per_token_group_quant_8bit)
+
     def program(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
-        per_token_group_quant_8bit(x * 2, q, s)
+        quantise(x * 2, q, s)
         return q.float() * s
 
     x = torch.randn(4, 8)
@@ -81,9 +100,11 @@ def test_an_in_place_op_writes_all_its_outputs(backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_op_may_mutate_and_return(backend: str | None) -> None:
+def test_an_op_may_mutate_and_return(backend: str | None, path: Callable[[Any], Any]) -> None:
+    add_in_place = path(add)
+
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        result = add(x, y)
+        result = add_in_place(x, y)
         return result * 10, x + 0
 
     x, y = torch.ones(3), torch.full((3,), 2.0)
@@ -95,17 +116,17 @@ def test_an_op_may_mutate_and_return(backend: str | None) -> None:
     assert x.tolist() == [3.0] * 3, "the mutation reached the caller's tensor"
 
 
-def test_a_returned_argument_comes_back_as_a_copy_with_one_warning() -> None:
+def test_a_returned_argument_comes_back_as_a_copy_with_one_warning(path: Callable[[Any], Any]) -> None:
     @register_custom_op(mutates_args=["x"], out_shape="x", name=fresh())
     def scale(x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
 
     x = torch.ones(2)
     with pytest.warns(UserWarning, match="callers get a copy"):
-        first = scale(x, 3.0)
+        first = path(scale)(x, 3.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        second = scale(x, 2.0)
+        second = path(scale)(x, 2.0)
     assert first.tolist() == [3.0, 3.0]
     assert second.tolist() == [6.0, 6.0]
     assert x.tolist() == [6.0, 6.0]
@@ -116,31 +137,31 @@ def test_a_returned_argument_comes_back_as_a_copy_with_one_warning() -> None:
     [lambda x: x, lambda x: x.view(-1).view(x.shape), lambda x: x.detach()],
     ids=["argument", "view", "detached"],
 )
-def test_every_kind_of_alias_is_copied(view: Callable[[Tensor], Tensor]) -> None:
+def test_every_kind_of_alias_is_copied(view: Callable[[Tensor], Tensor], path: Callable[[Any], Any]) -> None:
     @register_custom_op(out_shape=0, name=fresh())
     def same(x: Tensor) -> Tensor:
         return view(x)
 
     x = torch.zeros(2, 2)
     with pytest.warns(UserWarning, match="copy"):
-        result = same(x)
+        result = path(same)(x)
     result.fill_(1)
     assert x.sum() == 0
 
 
-def test_an_alias_of_an_element_of_a_list_is_copied() -> None:
+def test_an_alias_of_an_element_of_a_list_is_copied(path: Callable[[Any], Any]) -> None:
     @register_custom_op(out_shape="x", name=fresh())
     def pick(x: Tensor, others: list[Tensor]) -> Tensor:
         return others[1]
 
     others = [torch.zeros(2), torch.ones(2)]
     with pytest.warns(UserWarning, match="copy"):
-        picked = pick(torch.zeros(2), others)
+        picked = path(pick)(torch.zeros(2), others)
     assert picked.tolist() == [1.0, 1.0]
     assert picked.data_ptr() != others[1].data_ptr()
 
 
-def test_a_fresh_result_is_not_copied() -> None:
+def test_a_fresh_result_is_not_copied(path: Callable[[Any], Any]) -> None:
     made: list[Tensor] = []
 
     @register_custom_op(out_shape=0, name=fresh())
@@ -148,7 +169,7 @@ def test_a_fresh_result_is_not_copied() -> None:
         made.append(x * 2)
         return made[-1]
 
-    assert double(torch.ones(2)).data_ptr() == made[0].data_ptr()
+    assert path(double)(torch.ones(2)).data_ptr() == made[0].data_ptr()
 
 
 # Schema
@@ -185,7 +206,7 @@ def test_schema_follows_the_annotations(
     assert str(op._schema) == f"gapless::{name}{expected}"
 
 
-def test_defaults_and_keyword_only_arguments_are_kept() -> None:
+def test_defaults_and_keyword_only_arguments_are_kept(path: Callable[[Any], Any]) -> None:
     seen: list[dict[str, Any]] = []
 
     def keep(
@@ -194,7 +215,7 @@ def test_defaults_and_keyword_only_arguments_are_kept() -> None:
         seen.append({"n": n, "window": window, "eps": eps, "mode": mode})
         out.copy_(x * n)
 
-    op = register_custom_op(keep, mutates_args=["out"], name=fresh())
+    op = path(register_custom_op(keep, mutates_args=["out"], name=fresh()))
     out = torch.zeros(2)
     op(torch.ones(2), out=out)
     op(torch.ones(2), 4, window=7, out=out, mode="b")
@@ -252,13 +273,13 @@ def test_a_result_unlike_the_declaration_raises(wrong: Callable[[Tensor], Tensor
         lie(torch.zeros(2, 3))
 
 
-def test_shape_argument_that_is_none_raises_a_clear_error() -> None:
+def test_shape_argument_that_is_none_raises_a_clear_error(path: Callable[[Any], Any]) -> None:
     @register_custom_op(out_shape="x", name=fresh())
     def maybe(x: Tensor | None, y: Tensor) -> Tensor:
         return torch.zeros_like(y)
 
     with pytest.raises(GraphError, match="'x' is None in this call"):
-        maybe(None, torch.zeros(2))
+        path(maybe)(None, torch.zeros(2))
 
 
 def test_own_fake_describes_several_outputs() -> None:
@@ -303,7 +324,7 @@ def accumulate(
 # Opacity
 
 
-def test_a_dispatch_mode_sees_one_call() -> None:
+def test_a_dispatch_mode_sees_one_call(path: Callable[[Any], Any]) -> None:
     @register_custom_op(mutates_args=["x"], name=fresh())
     def busy(x: Tensor) -> None:
         x.add_(1)
@@ -311,7 +332,7 @@ def test_a_dispatch_mode_sees_one_call() -> None:
 
     x = torch.ones(4)
     with CallLog() as log:
-        busy(x)
+        path(busy)(x)
     assert log.calls == [busy]
 
 
@@ -332,12 +353,12 @@ def test_compile_keeps_the_op_as_one_node() -> None:
     assert torch.ops.aten.abs.default not in targets
 
 
-def test_an_op_without_tensor_inputs_runs() -> None:
+def test_an_op_without_tensor_inputs_runs(path: Callable[[Any], Any]) -> None:
     @register_custom_op(fake=lambda n: torch.empty(n), name=fresh())
     def make_range(n: int) -> Tensor:
         return torch.arange(n, dtype=torch.float32)
 
-    assert make_range(3).tolist() == [0.0, 1.0, 2.0]
+    assert path(make_range)(3).tolist() == [0.0, 1.0, 2.0]
 
 
 def test_implementation_of_runs_the_same_code_without_dispatch() -> None:
@@ -362,6 +383,124 @@ def test_implementation_copies_aliases_as_the_op_does() -> None:
         result = implementation(x, torch.ones(2))
     assert result.data_ptr() != x.data_ptr()
     assert result.tolist() == x.tolist() == [2.0, 2.0]
+
+
+# Past the dispatcher
+
+
+class Watched:
+    """An op whose calls through the dispatcher are told from those past it."""
+
+    def __init__(self) -> None:
+        def fake(x: Tensor, factor: float, bias: Tensor | None = None) -> Tensor:
+            return torch.empty_like(x)
+
+        def scaled(x: Tensor, factor: float, bias: Tensor | None = None) -> Tensor:
+            self.is_direct.append(traceback.extract_stack()[-2].name == "call")
+            self.factors.append(factor)
+            return torch.empty_like(x).copy_(x.detach() * factor)
+
+        self.is_direct: list[bool] = []
+        self.factors: list[Any] = []
+        self.op = register_custom_op(scaled, fake=fake, name=fresh(), is_fresh=True)
+        self.call = direct(self.op)
+
+
+def test_a_plain_call_goes_past_the_dispatcher() -> None:
+    watched = Watched()
+    with torch.no_grad():
+        for x in (torch.ones(2), torch.nn.Parameter(torch.ones(2))):
+            assert watched.call(x, 3.0, None).tolist() == [3.0, 3.0]
+    assert watched.is_direct == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.ones(2), 3), {"bias": None}),
+        ((torch.ones(2), 3), {}),
+        ((torch.ones(2), 3, None), {}),
+        ((torch.ones(2), True, None), {}),
+        ((torch.ones(2), 3.0), {}),
+    ],
+    ids=["keyword", "default", "integer", "bool", "float and default"],
+)
+def test_arguments_are_converted_as_by_the_dispatcher(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    watched = Watched()
+    with torch.no_grad():
+        watched.call(*args, **kwargs)
+        watched.op(*args, **kwargs)
+    assert watched.is_direct == [False, False]
+    assert [type(factor) for factor in watched.factors] == [float, float]
+
+
+def test_wrong_arguments_are_refused_as_by_the_dispatcher() -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Expected a value of type 'Tensor'"):
+        Watched().call("text", 3.0, None)
+
+
+@pytest.mark.parametrize(
+    "kind", ["op log", "dispatch mode", "fake", "function mode", "profiler", "gradients"]
+)
+def test_whoever_watches_sees_the_op(kind: str) -> None:
+    watched, x = Watched(), torch.ones(2)
+    if kind == "gradients":
+        watched.call(x.requires_grad_(), 2.0, None)
+        assert watched.is_direct == [False]
+        return
+    with torch.no_grad():
+        if kind == "op log":
+            with OpLog() as op_log:
+                watched.call(x, 2.0, None)
+            assert [op.name for op in op_log.ops] == [str(watched.op)]
+        elif kind == "dispatch mode":
+            with CallLog() as log:
+                watched.call(x, 2.0, None)
+            assert log.calls == [watched.op]
+        elif kind == "fake":
+            with FakeTensorMode() as mode:
+                assert watched.call(mode.from_tensor(x), 2.0, None).shape == (2,)
+            assert watched.is_direct == []
+            return
+        elif kind == "function mode":
+            with torch.overrides.BaseTorchFunctionMode():
+                watched.call(x, 2.0, None)
+        else:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                watched.call(x, 2.0, None)
+            assert watched.op.name() in {event.key for event in profile.key_averages()}
+    assert watched.is_direct == [False]
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_tensors_that_are_no_plain_memory_take_the_dispatcher() -> None:
+    watched = Watched()
+    with torch.no_grad():
+        assert watched.call(torch.ones(3, device="meta"), 2.0, None).shape == (3,)
+        assert watched.is_direct == []
+        watched.call(torch.ones(3).as_subclass(Subclass), 2.0, None)
+    assert watched.is_direct == [False]
+
+
+def test_compile_sees_an_op_that_is_called_directly() -> None:
+    watched, targets = Watched(), []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        targets.extend(node.target for node in gm.graph.nodes if node.op == "call_function")
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(lambda x: watched.call(x, 2.0, None), backend=backend, fullgraph=True)(torch.ones(2))
+    assert targets == [watched.op]
+
+
+def test_only_our_ops_can_be_called_directly() -> None:
+    with pytest.raises(ConfigError, match="was not registered"):
+        direct(torch.ops.aten.add.Tensor)
 
 
 # Registration
@@ -436,6 +575,7 @@ def _nothing(x: Tensor) -> None: ...
         (_returns, {"mutates_args": ["n"], "out_shape": 0}, "only Tensors"),
         (_nothing, {"out_shape": 0}, "returns nothing"),
         (_nothing, {"out_dtype": torch.int8}, "returns nothing"),
+        (_nothing, {"is_fresh": True}, "is_fresh has no meaning"),
         (_returns, {}, "pass out_shape"),
         (_returns, {"out_shape": 2}, r"out_shape=2 is not one of \['x', 'n'\]"),
         (_returns, {"out_shape": -1}, "out_shape=-1 is not one of"),
