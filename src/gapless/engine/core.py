@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """Drives one runner. ``seed`` makes the draws of requests without a seed of their own repeatable.
 
-    With ``enable_prefix_caching`` it must be the only one that runs steps there, or ``reset_prefix_cache``
-    must be called after anyone else has: another core hands out the same blocks.
+    Several may share a runner, one after the other: while one has requests, others are refused. With
+    ``enable_prefix_caching``, ``reset_prefix_cache`` must be called after steps that no engine has run.
     """
 
     def __init__(
@@ -353,6 +353,8 @@ class EngineCore:
                 "once would overwrite each other's KV cache; finish or abort those first (abort_all, then "
                 "step until has_unfinished is false), or give all requests to one engine"
             )
+        if other is not self:
+            self.reset_prefix_cache()  # somebody else has written to the blocks
         _in_charge[self.runner] = weakref.ref(self)
 
 
