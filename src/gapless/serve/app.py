@@ -19,7 +19,9 @@ from gapless.serve.access_log import RequestLog
 from gapless.serve.auth import KeyCheck
 from gapless.serve.client import EngineClient
 from gapless.serve.context import ServeContext, TextTokenizer, now
+from gapless.serve.dashboard import dashboard_router
 from gapless.serve.errors import ApiError, as_api_error
+from gapless.serve.limits import BodyReader
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.routes import chat, completions, embeddings, status, tokens
 from gapless.serve.routes.documented import describe
@@ -35,6 +37,7 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
     context = ServeContext(
         client=client,
         settings=settings,
+        bodies=BodyReader(max_body_bytes=settings.max_body_bytes),
         tokenizer=tokenizer,
         metrics=metrics,
         model_names=settings.served_model_names or (client.info.model,),
@@ -51,6 +54,7 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     for routes in (chat, completions, embeddings, tokens, status):
         routes.add_routes(app, context)
+    app.include_router(dashboard_router(context))
     app.add_exception_handler(GaplessError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_bad_path)

@@ -8,7 +8,7 @@ merged for it count as one interval.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 
@@ -27,6 +27,7 @@ REQUEST_BOUNDS_S = (
     *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+MAX_RECENT = 2048
 LENGTH_BOUNDS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
@@ -43,6 +44,9 @@ class RequestMetrics:
         self.generation_tokens = Histogram(LENGTH_BOUNDS)
         self.responses: Counter[tuple[str, int]] = Counter()
         """By route and status; 499 where the caller had gone."""
+        self.recent_ttft_s: deque[float] = deque(maxlen=MAX_RECENT)
+        self.recent_inter_token_s: deque[float] = deque(maxlen=MAX_RECENT)
+        """The last observations themselves; a reader may take them out (``live.py`` does, every second)."""
         self.num_open = 0
         """HTTP requests being answered now."""
 
@@ -69,9 +73,11 @@ class RequestClock:
                 if times is None:
                     times = self._choices[key] = _Times(now)
                     metrics.ttft_s.observe(now - self._start)
+                    metrics.recent_ttft_s.append(now - self._start)
                     self._begin(position)
                 else:
                     metrics.inter_token_s.observe(now - times.last)
+                    metrics.recent_inter_token_s.append(now - times.last)
                     times.last = now
                 times.num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:

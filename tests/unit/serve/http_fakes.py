@@ -131,7 +131,7 @@ class FakeClient:
         self.requests: list[Any] = []
         self.running: set[str] = set()
         self.aborted: list[str] = []
-        self.is_healthy = True
+        self.is_healthy, self.is_draining = True, False
         self.age_s: float | None = 0.0
         self.statistics: dict[str, Any] = {}
         self.vector = [0.5, -1.0, 0.25]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from engine_process_fakes import make_core
 from test_engine_loop import generate, run
 
-from engine_process_fakes import make_core
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.report import StepLog
 from gapless.serve.messages import Shutdown

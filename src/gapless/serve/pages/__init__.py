@@ -1,2 +1,2 @@
-"""Self-contained HTML pages, one file each, served as they are. A page file here is served by a route in
-``routes/``; it may load nothing from anywhere else."""
+"""The parts of self-contained HTML pages, put together and served by ``serve/dashboard.py``. They may load
+nothing from anywhere else."""
