@@ -9,6 +9,7 @@ every drawn token can be predicted from the prompt alone (``expected_tokens``).
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -112,16 +113,16 @@ def check_batch(batch: ScheduledBatch, runner: PagedFakeRunner) -> None:
     )
     is_decode = [entry.is_decode for entry in batch.entries]
     assert is_decode == sorted(is_decode, reverse=True), "decodes come first"
-    used: set[int] = set()
+    listed = Counter(block for entry in batch.entries for block in entry.block_table)
     for entry in batch.entries:
         assert entry.num_new_tokens >= 1
         table = entry.block_table
         assert len(table) * runner.block_size >= entry.end
         assert SINK_BLOCK not in table
         assert all(0 < block < runner.num_blocks for block in table)
-        assert not used & set(table), "two sequences share a block"
         assert len(set(table)) == len(table)
-        used |= set(table)
+        written = table[entry.start // runner.block_size : -(-entry.end // runner.block_size)]
+        assert all(listed[block] == 1 for block in written), "a block that is written to is shared"
 
 
 def _logprobs(entry: ScheduledSequence, token_id: int) -> list[TokenLogprob] | None:

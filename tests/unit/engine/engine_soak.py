@@ -30,9 +30,13 @@ class SoakSummary:
 
 
 class Soak:
-    """One run. ``fault_rate`` is the share of steps in which something goes wrong."""
+    """One run. ``fault_rate`` is the share of steps in which something goes wrong. With prefix caching,
+    prompts begin like others.
+    """
 
-    def __init__(self, *, num_requests: int, seed: int, fault_rate: float = 0.02) -> None:
+    def __init__(
+        self, *, num_requests: int, seed: int, fault_rate: float = 0.02, enable_prefix_caching: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.num_requests, self.fault_rate = num_requests, fault_rate
         self.runner = PagedFakeRunner(
@@ -40,7 +44,7 @@ class Soak:
         )
         self.runner.before_execute = self._disturb
         self.runner.errors = self._break_one
-        self.core = EngineCore(self.runner, seed=seed)
+        self.core = EngineCore(self.runner, seed=seed, enable_prefix_caching=enable_prefix_caching)
         self.prompts: dict[str, list[int]] = {}
         self.params: dict[str, SamplingParams] = {}
         self.unfinished: set[str] = set()
@@ -74,6 +78,10 @@ class Soak:
             self._add_bad(name)
         length = self.random.choice([1, 2, 3, 8, 17, 40, 90])
         prompt = [self.random.randrange(1000) for _ in range(length)]
+        if self.core.scheduler.prefix_cache is not None and self.prompts and self.random.random() < 0.7:
+            other = self.random.choice(list(self.prompts.values()))
+            prompt[: self.random.randint(0, len(other))] = other[: self.random.randint(1, len(other))]
+            prompt = prompt[:100]
         params = SamplingParams(
             n=self.random.choice([1, 1, 1, 2, 3]),
             max_tokens=self.random.choice([1, 2, 10, 40, None]),

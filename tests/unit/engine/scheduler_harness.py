@@ -2,7 +2,7 @@
 
 ``OverlappedEngine`` hands each batch to an imaginary device at once and takes its tokens ``num_ahead`` steps
 later, as an engine does that runs ahead of its GPU. After each ``schedule`` it checks that no block of a step
-in flight is in the table of another sequence, the fault that only fences prevent.
+in flight is written to by another sequence, the fault that only fences prevent.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ def make_sequence(
     return make_sequences(request, base_seed=0)[0]
 
 
-def make_scheduler(runner: PagedFakeRunner) -> Scheduler:
+def make_scheduler(runner: PagedFakeRunner, *, enable_prefix_caching: bool = False) -> Scheduler:
     return Scheduler(
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
         max_num_reqs=runner.max_num_reqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
     )
 
 
 class OverlappedEngine:
     """``num_ahead`` 0 waits for each step before the next one is scheduled."""
 
-    def __init__(self, runner: PagedFakeRunner, *, num_ahead: int = 0) -> None:
+    def __init__(
+        self, runner: PagedFakeRunner, *, num_ahead: int = 0, enable_prefix_caching: bool = False
+    ) -> None:
         self.runner, self.num_ahead = runner, num_ahead
-        self.scheduler = make_scheduler(runner)
+        self.scheduler = make_scheduler(runner, enable_prefix_caching=enable_prefix_caching)
         self.in_flight: deque[tuple[ScheduledBatch, list[int]]] = deque()
         self.slots: dict[int, int] = {}
         self.device_tokens: dict[
@@ -78,7 +81,10 @@ class OverlappedEngine:
             return None
         check_batch(batch, self.runner)
         self._check_fences(batch)
-        self.in_flight.append((batch, [self._execute(entry) for entry in batch.entries]))
+        for entry in batch.entries:
+            self._write(entry)
+        self.in_flight.append((batch, [self._draw(entry) for entry in batch.entries]))
+        self.scheduler.launched(batch)
         return batch
 
     def complete_oldest(self) -> None:
@@ -103,9 +109,11 @@ class OverlappedEngine:
         assert allocator.num_free == allocator.num_usable
         assert self.scheduler.num_in_flight == 0
 
-    def _execute(self, entry: ScheduledSequence) -> int:
+    def _write(self, entry: ScheduledSequence) -> None:
         for position in range(entry.start, entry.end):
             self.slots[self._slot(entry, position)] = self._input(entry, position)
+
+    def _draw(self, entry: ScheduledSequence) -> int:
         read = [self.slots[self._slot(entry, position)] for position in range(entry.end)]
         token = next_token(read, vocab_size=self.runner.vocab_size)
         if entry.samples:
@@ -127,8 +135,9 @@ class OverlappedEngine:
             for old in older.entries:
                 for new in batch.entries:
                     same = old.sequence is new.sequence and old.generation == new.generation
-                    assert same or not set(old.block_table) & set(new.block_table), (
-                        f"step {batch.step_id} uses blocks that step {older.step_id} may still write to"
+                    first = new.start // self.runner.block_size
+                    assert same or not set(old.block_table) & set(new.block_table[first:]), (
+                        f"step {batch.step_id} writes to blocks that step {older.step_id} may still touch"
                     )
 
     def _check_order(self) -> None:
