@@ -7,6 +7,7 @@ Invariant: whatever a rule says fits in the shared memory of a Hopper SM. Used b
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from gapless.kernels.select import next_power_of_2
@@ -40,6 +41,7 @@ class DecodeTile:
     min_keys: int
 
 
+@functools.lru_cache(maxsize=4096)
 def prefill_tile(*, group: int, head_size: int, itemsize: int, num_tokens: int) -> PrefillTile:
     """Large tiles where each tile of keys serves many queries; for short steps smaller ones, of which two run
     on a multiprocessor, without the second loop, whose pipeline would have to fill up once more."""
@@ -59,6 +61,7 @@ def prefill_tile(*, group: int, head_size: int, itemsize: int, num_tokens: int) 
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def decode_tile(
     *, group: int, head_size: int, itemsize: int, max_query_len: int, num_programs: int, max_keys: int
 ) -> DecodeTile | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
 from gapless.graphs.ops import direct, register_custom_op
-from gapless.kernels.launch import launch
+from gapless.kernels.launch import Constants, launch
 from gapless.kernels.select import launch_options, next_power_of_2
 
 MAX_HEAD_SIZE = 256
@@ -131,15 +131,14 @@ def triton_paged_attention(
         *k_cache.stride()[1:3],
         *block_table.stride(),
     )
-    options: dict[str, Any] = {
-        "HEAD_SIZE": head_size,
-        "HEAD_PAD": max(next_power_of_2(head_size), 16),
-        "GROUP": group,
-        "BLOCK_SIZE": k_cache.shape[1],
-        "WINDOW": window or 0,
-        "DOT_PRECISION": "ieee" if query_THD.dtype == torch.float32 else "tf32",
-        **launch_options(query_THD.device),
-    }
+    fixed = _Fixed(
+        head_size=head_size,
+        group=group,
+        block_size=k_cache.shape[1],
+        window=window or 0,
+        dtype=query_THD.dtype,
+        device=query_THD.device,
+    )
     tensors = (query_THD, k_cache, v_cache, out_THD)
     batch = (query_start_loc, seq_lens, block_table)
     decode = decode_tile(
@@ -152,7 +151,7 @@ def triton_paged_attention(
     )
     # A small prefill bucket has a slot per token; nearly all of them are empty.
     if decode is not None and num_reqs * max_query_len <= num_tokens <= num_reqs * decode.block_q:
-        _decode(decode, max_query_len, tensors, batch, arguments, options)
+        _decode(decode, max_query_len, tensors, batch, arguments, fixed)
     else:
         prefill = prefill_tile(
             group=group,
@@ -160,7 +159,7 @@ def triton_paged_attention(
             itemsize=query_THD.element_size(),
             num_tokens=num_tokens,
         )
-        _prefill(prefill, tensors, batch, arguments, options)
+        _prefill(prefill, tensors, batch, arguments, fixed)
 
 
 _write_kv, _paged_attention = direct(triton_write_kv), direct(triton_paged_attention)
@@ -171,24 +170,16 @@ def _prefill(
     tensors: tuple[Tensor, ...],
     batch: tuple[Tensor, ...],
     arguments: tuple[int | float, ...],
-    options: dict[str, Any],
+    fixed: _Fixed,
 ) -> None:
     num_tokens, num_heads, _ = tensors[0].shape
     num_reqs = batch[1].shape[0]
     # Each request may end with a tile of its own. Programs take several tiles, so there need not be one for
     # every request slot of the bucket: most slots are empty.
     num_tiles = max(-(-num_tokens // tile.block_q) + min(num_reqs, _SPARE_TILES), 1)
-    constants = {
-        **options,
-        "PACK": tile.pack,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_N": tile.block_n,
-        "SPLIT_LOOP": tile.split_loop,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
     grid = (num_heads // tile.pack, num_tiles)
-    launch(_kernels().prefill_attention_kernel, grid, (*tensors, *batch, *arguments), constants)
+    args = (*tensors, *batch, *arguments)
+    launch(_kernels().prefill_attention_kernel, grid, args, _prefill_constants(tile, fixed))
 
 
 def _decode(
@@ -197,34 +188,85 @@ def _decode(
     tensors: tuple[Tensor, ...],
     batch: tuple[Tensor, ...],
     arguments: tuple[int | float, ...],
-    options: dict[str, Any],
+    fixed: _Fixed,
 ) -> None:
     query_THD, k_cache, _, out_THD = tensors
     num_heads, num_kv_heads = query_THD.shape[1], k_cache.shape[2]
     query_start_loc, seq_lens, _ = batch
     num_reqs = seq_lens.shape[0]
-    group_pad = next_power_of_2(num_heads // num_kv_heads)
-    num_rows = tile.block_q * group_pad
+    num_rows = tile.block_q * next_power_of_2(fixed.group)
     # With one split nothing is stored in them, and any tensor will do. Scratch comes from the graph's pool.
     part = stat = seq_lens
     if tile.num_splits > 1:
         shape = (num_reqs, num_kv_heads, tile.num_splits)
-        part = query_THD.new_empty((*shape, num_rows, options["HEAD_PAD"]), dtype=torch.float32)
+        part = query_THD.new_empty((*shape, num_rows, _head_pad(fixed.head_size)), dtype=torch.float32)
         stat = query_THD.new_empty((*shape, 2, num_rows), dtype=torch.float32)
-    shared = {"GROUP_PAD": group_pad, "BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n}
     kernels = _kernels()
+    constants, combine_constants = _decode_constants(tile, fixed)
     args = (*tensors, part, stat, *batch, *arguments[:2], tile.min_keys, *arguments[2:])
-    constants = {**options, **shared, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     launch(kernels.decode_attention_kernel, (num_kv_heads, num_reqs, tile.num_splits), args, constants)
     if tile.num_splits > 1:
-        del options["BLOCK_SIZE"], options["DOT_PRECISION"]
         sizes = (tile.num_splits, tile.min_keys, *out_THD.stride()[:2])
         launch(
             kernels.combine_splits_kernel,
             (num_heads, num_reqs, max_query_len),
             (part, stat, out_THD, query_start_loc, seq_lens, *sizes),
-            {**options, **shared, "SPLITS_PAD": next_power_of_2(tile.num_splits)},
+            combine_constants,
         )
+
+
+class _Fixed(NamedTuple):
+    """What the kernels are compiled for, apart from their tiles."""
+
+    head_size: int
+    group: int
+    block_size: int
+    window: int
+    """0: none."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+@functools.lru_cache(maxsize=4096)
+def _prefill_constants(tile: PrefillTile, fixed: _Fixed) -> Constants:
+    return Constants(
+        **_heads(fixed),
+        **_lookups(fixed),
+        PACK=tile.pack,
+        BLOCK_Q=tile.block_q,
+        BLOCK_N=tile.block_n,
+        SPLIT_LOOP=tile.split_loop,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _decode_constants(tile: DecodeTile, fixed: _Fixed) -> tuple[Constants, Constants]:
+    """Of the kernel itself, and of the one that merges splits."""
+    group_pad = next_power_of_2(fixed.group)
+    shared = {**_heads(fixed), "GROUP_PAD": group_pad, "BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n}
+    decode = Constants(**shared, **_lookups(fixed), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return decode, Constants(**shared, SPLITS_PAD=next_power_of_2(tile.num_splits))
+
+
+def _heads(fixed: _Fixed) -> dict[str, Any]:
+    return {
+        "HEAD_SIZE": fixed.head_size,
+        "HEAD_PAD": _head_pad(fixed.head_size),
+        "GROUP": fixed.group,
+        "WINDOW": fixed.window,
+        **launch_options(fixed.device),
+    }
+
+
+def _lookups(fixed: _Fixed) -> dict[str, Any]:
+    precision = "ieee" if fixed.dtype == torch.float32 else "tf32"
+    return {"BLOCK_SIZE": fixed.block_size, "DOT_PRECISION": precision}
+
+
+def _head_pad(head_size: int) -> int:
+    return max(next_power_of_2(head_size), 16)
 
 
 def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -236,8 +278,9 @@ def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: 
     if new_THD.shape[2] > MAX_HEAD_SIZE:
         raise ConfigError(f"triton_paged handles head sizes up to {MAX_HEAD_SIZE}, not {new_THD.shape[2]}")
     num_blocks, block_size, _, _ = k_cache.shape
-    stride_n, stride_s, _, stride_d = k_cache.stride()
-    if k_cache.stride() != v_cache.stride() or stride_d != 1 or stride_n != block_size * stride_s:
+    strides = k_cache.stride()
+    stride_n, stride_s, _, stride_d = strides
+    if strides != v_cache.stride() or stride_d != 1 or stride_n != block_size * stride_s:
         raise ConfigError(
             "triton_paged needs key and value caches of one layout, with contiguous heads and no gaps "
             f"between blocks, not strides {k_cache.stride()} and {v_cache.stride()}"

@@ -33,9 +33,16 @@ KNOWN_VERSIONS = ("3.6.",)
 Grid = tuple[int, ...]
 
 
+class Constants(dict[str, Any]):
+    """Constants that are made once and never changed, so that they are known by identity: it spares a launch
+    the reading of a dozen names and values."""
+
+    __slots__ = ()
+
+
 def launch(kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
     """``kernel[grid](*args, **constants)``. ``constants`` are all its ``tl.constexpr`` parameters by name,
-    and options of the launch (``num_warps``, ``launch_pdl``, ...)."""
+    and options of the launch (``num_warps``, ``launch_pdl``, ...); best a ``Constants``."""
     launcher = _launcher()
     if launcher is None:
         kernel[grid](*args, **constants)
@@ -45,9 +52,11 @@ def launch(kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """What a launch of one key needs. It keeps the kernel alive, whose ``id`` is part of the key."""
+    """What a launch of one key needs. It keeps alive what stands in the key by its ``id``."""
 
     kernel: Any
+    source: Mapping[str, Any]
+    """The constants it was launched with."""
     run: Callable[..., Any]
     function: Any
     packed_metadata: Any
@@ -78,7 +87,10 @@ class CachedLauncher:
             return
         kinds, values = described
         device = self._current_device()
-        key = (id(kernel), device, *kinds, *constants, *constants.values())
+        if type(constants) is Constants:
+            key = (id(kernel), device, id(constants), *kinds)
+        else:
+            key = (id(kernel), device, *kinds, *constants, *constants.values())
         found = self._compiled.get(key)
         if found is None:
             self._launch_new(key, kernel, grid, args, constants)
@@ -86,11 +98,8 @@ class CachedLauncher:
         if found.kernel.pre_run_hooks:
             kernel[grid](*args, **constants)
             return
-        grid_x, grid_y, grid_z = (*grid, 1, 1)[:3]
         found.run(
-            grid_x,
-            grid_y,
-            grid_z,
+            *(*grid, 1, 1)[:3],
             self._current_stream(device),
             found.function,
             found.packed_metadata,
@@ -115,6 +124,7 @@ class CachedLauncher:
             return
         self._compiled[key] = Compiled(
             kernel=kernel,
+            source=constants,
             run=compiled.run,
             function=compiled.function,
             packed_metadata=compiled.packed_metadata,
@@ -137,17 +147,19 @@ def describe(
             if not is_on_device(argument):
                 return None
             address = argument.data_ptr()
-            kinds.append(argument.dtype)
-            kinds.append(address & 15 == 0)
+            kinds.append((argument.dtype,) if address & 15 else argument.dtype)
             values.append(address)
-        else:
-            if kind is int:
-                kinds.append(_kind_of_int(argument))
-            elif kind is float or argument is None:
-                kinds.append(kind)
+        elif kind is int:
+            if 1 < argument < 1 << 31:  # nearly all
+                kinds.append(0 if argument & 15 else 2)
             else:
-                return None
+                kinds.append(_kind_of_int(argument))
             values.append(argument)
+        elif kind is float or argument is None:
+            kinds.append(kind)
+            values.append(argument)
+        else:
+            return None
     return kinds, values
 
 

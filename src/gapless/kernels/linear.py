@@ -142,12 +142,13 @@ def _choose(x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Tiles | None:
 
 def _product(num_tokens: int, weight_OI: Tensor, *, is_gated: bool) -> Product:
     num_rows, num_in = weight_OI.shape
+    return _product_of(num_tokens, num_in, num_rows // 2 if is_gated else num_rows, is_gated, weight_OI.dtype)
+
+
+@functools.cache
+def _product_of(num_tokens: int, num_in: int, num_out: int, is_gated: bool, dtype: torch.dtype) -> Product:
     return Product(
-        num_tokens=token_bucket(num_tokens),
-        num_in=num_in,
-        num_out=num_rows // 2 if is_gated else num_rows,
-        is_gated=is_gated,
-        dtype=weight_OI.dtype,
+        num_tokens=token_bucket(num_tokens), num_in=num_in, num_out=num_out, is_gated=is_gated, dtype=dtype
     )
 
 

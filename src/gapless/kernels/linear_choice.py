@@ -78,6 +78,7 @@ def built_in_choice(product: Product, device: torch.device) -> Tiles | None:
     return default_tiles(product) if is_hopper else None
 
 
+@functools.cache
 def default_tiles(product: Product) -> Tiles | None:
     """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:

@@ -7,12 +7,14 @@ a graph (the pool hands the old one's memory to the next) and leaves static inpu
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
-from gapless.kernels.launch import launch
+from gapless.kernels.launch import Constants, launch
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 MAX_SIZE = 65536
@@ -22,13 +24,13 @@ MAX_SIZE = 65536
 @register_custom_op(out_shape="hidden_TE", is_fresh=True)
 def fused_rms_norm(hidden_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """``[T, E] -> [T, E]``: ``hidden / rms(hidden) * weight``, one rounding at the end."""
-    normed_TE = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype, device=hidden_TE.device)
+    normed_TE = _rows_like(hidden_TE)
     _launch(None, hidden_TE, weight_E, None, normed_TE, eps)
     return normed_TE
 
 
 def _fake(update_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return residual_TE.new_empty(residual_TE.shape), residual_TE.new_empty(residual_TE.shape)
+    return _rows_like(residual_TE), _rows_like(residual_TE)
 
 
 @register_custom_op(fake=_fake, is_fresh=True)
@@ -71,15 +73,9 @@ def fused_embed_rms_norm(
     num_tokens, size = hidden_TE.shape
     if num_tokens == 0:
         return hidden_TE, normed_TE
-    size_pad = _size_pad(size)
     stride = embedding_VE.stride(0)
     args = (input_ids_T, drawn_rows_T, drawn_R, embedding_VE, weight_E, hidden_TE, normed_TE, stride, eps)
-    constants = {
-        "SIZE": size,
-        "SIZE_PAD": size_pad,
-        "num_warps": _num_warps(size_pad, hidden_TE.element_size()),
-        **launch_options(hidden_TE.device),
-    }
+    constants = _constants(size, hidden_TE.dtype, hidden_TE.device)
     launch(kernels().embed_norm_kernel, (num_tokens,), args, constants)
     return hidden_TE, normed_TE
 
@@ -93,7 +89,6 @@ def _launch(
     eps: float,
 ) -> None:
     num_tokens, size = residual_TE.shape
-    size_pad = _size_pad(size)
     if num_tokens == 0:
         return
     args = (
@@ -106,14 +101,24 @@ def _launch(
         residual_TE.stride(0),
         eps,
     )
-    constants = {
-        "SIZE": size,
-        "SIZE_PAD": size_pad,
-        "HAS_UPDATE": update_TE is not None,
-        "num_warps": _num_warps(size_pad, residual_TE.element_size()),
-        **launch_options(residual_TE.device),
-    }
+    constants = _constants(size, residual_TE.dtype, residual_TE.device, HAS_UPDATE=update_TE is not None)
     launch(kernels().rms_norm_kernel, (num_tokens,), args, constants)
+
+
+def _rows_like(hidden_TE: Tensor) -> Tensor:
+    return torch.empty_like(hidden_TE, memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _constants(size: int, dtype: torch.dtype, device: torch.device, **own: bool) -> Constants:
+    size_pad = _size_pad(size)
+    return Constants(
+        SIZE=size,
+        SIZE_PAD=size_pad,
+        num_warps=_num_warps(size_pad, dtype.itemsize),
+        **own,
+        **launch_options(device),
+    )
 
 
 def _size_pad(size: int) -> int:

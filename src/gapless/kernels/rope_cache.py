@@ -9,11 +9,14 @@ key/value heads, ``G`` = H + K, ``D`` head size, ``F`` = D / 2, ``P`` positions.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
-from gapless.kernels.launch import launch
+from gapless.kernels.launch import Constants, launch
 from gapless.kernels.select import kernels, launch_options, next_power_of_2
 
 _TILE_ELEMENTS = 512
@@ -125,9 +128,7 @@ def _launch(
     assert rope_P2F.is_contiguous()
     # Without a cache any pointer will do: the kernel never looks at it.
     slot_mapping_T, k_cache, v_cache = cache or (positions_T, rotated_TGD, rotated_TGD)
-    half_pad = next_power_of_2(half)
     num_launched = num_heads + (2 if cache is not None else 1) * num_kv_heads
-    tile_heads = _tile_heads(num_launched, half_pad=half_pad)
     args = (
         qkv_TC,
         qkv_TC if norm_weight_GD is None else norm_weight_GD,
@@ -142,20 +143,45 @@ def _launch(
         *k_cache.stride()[:3],
         eps,
     )
-    constants = {
-        "NUM_HEADS": num_heads,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HALF": half,
-        "HALF_PAD": half_pad,
-        "BLOCK_SIZE": k_cache.shape[1],
-        "TILE_HEADS": tile_heads,
-        "HAS_NORM": norm_weight_GD is not None,
-        "HAS_CACHE": cache is not None,
-        "num_warps": min(max(tile_heads * half_pad // 256, 1), 8),
-        **launch_options(qkv_TC.device),
-    }
-    grid = (num_tokens, -(-num_launched // tile_heads))
+    constants = _constants(
+        num_heads,
+        num_kv_heads,
+        num_launched,
+        half,
+        k_cache.shape[1],
+        norm_weight_GD is not None,
+        cache is not None,
+        qkv_TC.device,
+    )
+    grid = (num_tokens, -(-num_launched // constants["TILE_HEADS"]))
     launch(kernels().rotate_heads_kernel, grid, args, constants)
+
+
+@functools.cache
+def _constants(
+    num_heads: int,
+    num_kv_heads: int,
+    num_launched: int,
+    half: int,
+    block_size: int,
+    has_norm: bool,
+    has_cache: bool,
+    device: torch.device,
+) -> Constants:
+    half_pad = next_power_of_2(half)
+    tile_heads = _tile_heads(num_launched, half_pad=half_pad)
+    return Constants(
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        HALF_PAD=half_pad,
+        BLOCK_SIZE=block_size,
+        TILE_HEADS=tile_heads,
+        HAS_NORM=has_norm,
+        HAS_CACHE=has_cache,
+        num_warps=min(max(tile_heads * half_pad // 256, 1), 8),
+        **launch_options(device),
+    )
 
 
 def _tile_heads(num_heads: int, *, half_pad: int) -> int:

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from gapless.attention import triton_decode, triton_kernels
 from gapless.kernels import jit, launch, linear_jit, penalty_jit, sample_jit, sample_parts_jit
-from gapless.kernels.launch import CachedLauncher, constants_in_order, describe
+from gapless.kernels.launch import CachedLauncher, Constants, constants_in_order, describe
 
 ON_DEVICE = attrgetter("is_cpu")
 MODULES = (jit, linear_jit, penalty_jit, sample_jit, sample_parts_jit, triton_decode, triton_kernels)
@@ -250,6 +250,18 @@ def test_what_nothing_is_specialised_on_is_a_hit(
     assert compiler.calls[1][:3] == (*grid, 1, 1)[:3]
     values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     assert list(compiler.calls[1][9:]) == [*values, 8, True, False]
+
+
+def test_constants_that_never_change_are_known_by_identity(
+    launcher: CachedLauncher, compiler: Compiler, binds: list[int]
+) -> None:
+    kernel, args = JITFunction(example_kernel), [X, OUT, 32, 7, 0.5]
+    first, second = Constants(CONSTANTS), Constants(CONSTANTS, SIZE=9)
+    for constants in (first, second, first, second, CONSTANTS, CONSTANTS):
+        launcher.launch(kernel, (1,), args, constants)
+    assert len(binds) == 3
+    assert [call[4] for call in compiler.calls] == [1, 2, 1, 2, 1, 1]
+    assert [call[-3] for call in compiler.calls[2:4]] == [8, 9]
 
 
 def test_each_device_has_its_own_kernel_and_stream(
