@@ -124,8 +124,10 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(f"{name}={value!r}: must be a finite number")
+    assert isinstance(value, (int, float))
     if not low <= value <= high or (above_low and value == low):
         bound = f"above {low}" if above_low else f"at least {low}"
         raise RequestError(f"{name}={value}: must be {bound} and at most {high}")

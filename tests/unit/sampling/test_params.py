@@ -50,3 +50,10 @@ def test_every_form_of_stop_becomes_a_tuple(stop, expected):
 @pytest.mark.parametrize(("ids", "expected"), [(None, ()), ([1, 2], (1, 2)), (range(2), (0, 1))])
 def test_every_form_of_stop_token_ids_becomes_a_tuple(ids, expected):
     assert SamplingParams(stop_token_ids=ids).stop_token_ids == expected
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+def test_an_integer_too_large_for_a_float_is_refused(name: str, value: int) -> None:
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
