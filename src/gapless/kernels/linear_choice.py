@@ -68,8 +68,11 @@ def token_bucket(num_tokens: int) -> int:
 
 def choose(product: Product, device: torch.device) -> Tiles | None:
     """The tiles for ``product`` on ``device``, or None for cuBLAS."""
-    stored = _stored_choices(device)
-    return stored[product] if product in stored else built_in_choice(product, device)
+    made = _choices_made(device)
+    if product not in made:
+        stored = _stored_choices(device)
+        made[product] = stored[product] if product in stored else built_in_choice(product, device)
+    return made[product]
 
 
 def built_in_choice(product: Product, device: torch.device) -> Tiles | None:
@@ -160,8 +163,8 @@ def _streaming_tiles(*, block_i: int = 128, num_early: int = 0, num_stages: int 
 
 
 def store_choices(choices: Mapping[Product, Tiles | None], device: torch.device) -> None:
-    """Keep ``choices``, here and on disk, beside those stored before. To be called before any graph is
-    captured. A folder that cannot be written costs a warning."""
+    """Keep ``choices``, here and on disk, beside those stored before. Products that have been asked for keep
+    their choice in this process. A folder that cannot be written costs a warning."""
     stored = _stored_choices(device)
     stored.update(choices)
     path = store_path(device)
@@ -186,6 +189,13 @@ def store_path(device: torch.device) -> Path:
 def forget_stored_choices() -> None:
     """Read the store again at the next choice."""
     _stored_choices.cache_clear()
+    _choices_made.cache_clear()
+
+
+@functools.cache
+def _choices_made(device: torch.device) -> dict[Product, Tiles | None]:
+    """What this process has been told: graphs may hold it."""
+    return {}
 
 
 @functools.cache
@@ -224,7 +234,14 @@ def _product_of(entry: dict[str, Any]) -> Product:
 
 def _tiles_of(entry: dict[str, Any]) -> Tiles:
     _check_numbers(entry, but=set())
-    return Tiles(**entry)
+    tiles = Tiles(**entry)
+    fewest, most = (0, 2) if tiles.on_tensor_cores else (1, 4)
+    sizes = (tiles.block_o, tiles.block_i, tiles.split, tiles.num_warps)
+    if not fewest <= tiles.num_early <= most or tiles.num_stages < 1 or tiles.prefetch < 0:
+        raise ValueError(f"no kernel has such tiles: {tiles}")
+    if any(size < 1 or size & (size - 1) for size in sizes):
+        raise ValueError(f"not all sizes are powers of two: {tiles}")
+    return tiles
 
 
 def _check_numbers(entry: dict[str, Any], *, but: set[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +136,44 @@ def test_a_store_does_not_change_under_a_running_process() -> None:
     assert choose(make_product(), CPU) == before
     forget_stored_choices()
     assert choose(make_product(), CPU) != before
+
+
+def test_timings_made_later_do_not_change_what_graphs_were_captured_with() -> None:
+    """A second engine in the process tunes again: the first one's graphs and eager runs must still agree."""
+    store_choices({make_product(1): GEMV}, CPU)
+    before = choose(make_product(1), CPU), choose(make_product(2), CPU)
+    store_choices({make_product(1): TILE, make_product(2): GEMV, make_product(4): TILE}, CPU)
+    assert (choose(make_product(1), CPU), choose(make_product(2), CPU)) == before
+    assert choose(make_product(4), CPU) == TILE
+    forget_stored_choices()  # the next process
+    assert (choose(make_product(1), CPU), choose(make_product(2), CPU)) == (TILE, GEMV)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_early": 0},
+        {"num_early": 5},
+        {"on_tensor_cores": True, "num_early": 3},
+        {"block_o": 0},
+        {"block_o": 12},
+        {"block_i": 96},
+        {"split": 3},
+        {"num_warps": 5},
+        {"num_stages": 0},
+        {"prefetch": -64},
+    ],
+    ids=str,
+)
+def test_stored_tiles_that_no_kernel_understands_are_not_used(
+    wrong: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some of them would leave columns out of the sums, or take them twice."""
+    store_choices({make_product(): replace(GEMV, **wrong)}, CPU)
+    forget_stored_choices()
+    with caplog.at_level(logging.WARNING):
+        assert choose(make_product(), CPU) is None
+    assert "cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
