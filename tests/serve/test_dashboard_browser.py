@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "serve"))
 
 from browser import CHROMIUM, Browser
-from http_fakes import FakeClient, answer, make_app, spell
+from live_server import FakeClient, Served, answer, spell, until
 from test_http_dashboard import PLAN
 from test_http_status import statistics
 
@@ -33,31 +31,6 @@ STEPS = [
     ["prefill", "eager", 0, 900, f"above the largest size {ATTACK}", 8.0],
     ["decode", "full", 8, 6, "", 1.4],
 ]
-
-
-class Served:
-    """An application on a free port, in a thread; ``client`` may be changed while it runs."""
-
-    def __init__(self, client: FakeClient, **settings: Any) -> None:
-        self.client = client
-        config = uvicorn.Config(make_app(client, **settings), port=0, log_level="error", ws="none")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        until(lambda: self._server.started)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/dashboard"
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def make_client(script: Any = None) -> FakeClient:
@@ -86,7 +59,7 @@ def serve(browser: Browser) -> Iterator[Callable[..., Served]]:
         running.append(Served(client or make_client(), **settings))
         browser.messages.clear()
         browser.set_window(width, 900, is_dark=is_dark)
-        browser.open(running[-1].url)
+        browser.open(running[-1].url + "/dashboard")
         return running[-1]
 
     yield start

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gapless.cli.bench_serve import bench_serve
 from gapless.cli.options import Command, EngineOptions, expand
 from gapless.cli.session import open_llm
 from gapless.errors import ConfigError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(
     name="bench",
-    help="Measure latency, throughput, start-up, graphs, and where a step's time goes.",
+    help="Measure latency, throughput, start-up, graphs, where a step's time goes, and a running server.",
 )
 
 
@@ -236,6 +237,7 @@ for _name, _function in (
     ("startup", _startup),
     ("graphs", _graphs),
     ("profile", _profile),
+    ("serve", bench_serve),
 ):
     bench.command(_name, cls=Command)(expand(_function))
 

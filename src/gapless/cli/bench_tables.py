@@ -121,6 +121,31 @@ def _graphs(result: Result) -> list[Table]:
     return [table]
 
 
+def serve_tables(result: Result) -> list[Table]:
+    """Of ``gapless bench serve``."""
+    rates = _table("of the run", "")
+    for name in ("completed", "failed", "duration", "total_input_tokens", "total_output_tokens"):
+        rates.add_row(name.replace("_", " "), f"{result[name]:,}")
+    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
+        rates.add_row(name.replace("_", " ") + " per second", f"{result[name]:,.2f}")
+    if "check" in result:
+        rates.add_row(
+            "answers that deviate", f"{result['check']['deviating']} of {result['check']['answers']}"
+        )
+    kinds = ("mean", "median", "std", "p90", "p99")
+    times = _table("milliseconds", *kinds)
+    for name, label in (
+        ("ttft", "to the first token"),
+        ("tpot", "per token after the first"),
+        ("itl", "between events"),
+        ("e2el", "of a request"),
+    ):
+        found = [result[f"{kind}_{name}_ms"] for kind in kinds]
+        if None not in found:
+            times.add_row(label, *(f"{value:,.2f}" for value in found))
+    return [rates, times]
+
+
 _TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "latency": _latency,
     "throughput": _throughput,

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from gapless.cli.bench import bench
+from gapless.cli.chat import chat
 from gapless.cli.check import check
 from gapless.cli.demo import demo
 from gapless.cli.environment import env
@@ -75,7 +76,7 @@ class _StandardErrorHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-for _command in (generate, serve, demo, inspect, check, env):
+for _command in (generate, serve, chat, demo, inspect, check, env):
     app.command(cls=Command)(expand(_command))
 app.add_typer(bench)
 
