@@ -30,6 +30,8 @@ from gapless.kernels.select import launch_options, next_power_of_2
 MAX_HEAD_SIZE = 256
 _SPARE_TILES = 16
 """Requests of a prefill step that may begin a tile of their own before programs take more than one tile."""
+_MOST_TILES = 65535
+"""What CUDA allows in the second dimension of a grid."""
 
 
 class TritonPagedBackend:
@@ -176,7 +178,8 @@ def _prefill(
     num_reqs = batch[1].shape[0]
     # Each request may end with a tile of its own. Programs take several tiles, so there need not be one for
     # every request slot of the bucket: most slots are empty.
-    num_tiles = max(-(-num_tokens // tile.block_q) + min(num_reqs, _SPARE_TILES), 1)
+    num_tiles = -(-num_tokens // tile.block_q) + min(num_reqs, _SPARE_TILES)
+    num_tiles = min(max(num_tiles, 1), _MOST_TILES)
     grid = (num_heads // tile.pack, num_tiles)
     args = (*tensors, *batch, *arguments)
     launch(_kernels().prefill_attention_kernel, grid, args, _prefill_constants(tile, fixed))

@@ -69,6 +69,14 @@ def test_every_kind_of_batch(
 
 
 @interpreted
+@pytest.mark.parametrize("most_tiles", [1, 2])
+def test_a_step_of_more_tiles_than_a_grid_may_have(most_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key/value head of very many query heads: a tile has room for one token or two."""
+    monkeypatch.setattr(triton_paged, "_MOST_TILES", most_tiles)
+    compare([(20, 1), (0, 9), (0, 0), (7, 20)], num_heads=32, num_kv_heads=1, head_size=16, pad_tokens=9)
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128, 256])
 def test_every_head_size_and_dtype(head_size: int, dtype: torch.dtype) -> None:

@@ -28,7 +28,8 @@ class PinnedSlot:
         self._index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self._address = self._tensor.data_ptr()
         self._event = torch.cuda.Event()
-        self._event.record()  # its handle is made by the first record
+        # Its handle is made by the first record, on the device of that stream, current or not.
+        self._event.record(torch.cuda.current_stream(torch_device))
         self._handle = self._event.cuda_event
 
     def wait(self) -> None:
