@@ -55,10 +55,10 @@ class PrefixCache:
         return by.num_published_blocks < self._num_shareable(sequence.num_prompt_tokens)
 
     def admit(self, sequence: Sequence, num_blocks: int) -> None:
-        """``sequence`` runs from now on and shares ``num_blocks`` blocks that were found."""
+        """``sequence`` is about to run, sharing ``num_blocks`` blocks that were found."""
         sequence.cache_epoch = self._epoch
         sequence.num_published_blocks = num_blocks
-        if sequence.generation == 0 and _may_read(sequence):
+        if sequence.admitted_step_id < 0 and _may_read(sequence):
             sequence.num_cached_tokens = num_blocks * self._allocator.block_size
             self.num_queries += sequence.num_prompt_tokens
             self.num_hits += sequence.num_cached_tokens
@@ -79,6 +79,13 @@ class PrefixCache:
         """Forget everything, also what running sequences have computed and would publish later."""
         self._epoch += 1
         self._allocator.forget_all()
+
+    def renewed(self, allocator: BlockAllocator) -> PrefixCache:
+        """An empty one that goes on counting."""
+        fresh = PrefixCache(allocator)
+        fresh.num_queries, fresh.num_hits = self.num_queries, self.num_hits
+        fresh._counted_from = self._counted_from
+        return fresh
 
     def reset_counts(self) -> None:
         """``report`` counts from now on; ``num_queries`` and ``num_hits`` never fall."""

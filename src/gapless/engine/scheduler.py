@@ -149,8 +149,9 @@ class Scheduler:
             block_size=self.allocator.block_size,
             max_num_reqs=self.max_num_reqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=self.prefix_cache is not None,
         )
+        if self.prefix_cache is not None:
+            fresh.prefix_cache = self.prefix_cache.renewed(fresh.allocator)
         fresh.num_preemptions = self.num_preemptions
         return fresh
 
@@ -238,9 +239,9 @@ class Scheduler:
             assert blocks is not None
             sequence.block_table = found + blocks
             sequence.num_computed_tokens = start
-            sequence.admitted_step_id = self._next_step_id
             if cache is not None:
                 cache.admit(sequence, len(found))
+            sequence.admitted_step_id = self._next_step_id
             sequence.state = SequenceState.RUNNING
             self.running.append(self.waiting.popleft())
             budget -= num_new

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import OverlappedEngine, make_scheduler, make_sequence
 from test_core_ahead import LateRunner
+from test_interrupted_bookkeeping import interrupted_at
 
 from gapless.engine.core import EngineCore
 from gapless.engine.outputs import RequestOutput
@@ -504,3 +505,33 @@ def test_a_life_with_steps_ahead_that_fail_late_gives_no_wrong_token(seed: int) 
             assert list(choice.token_ids) == expected_tokens(prompts[name], num_tokens=count, vocab_size=1000)
     assert core.scheduler.prefix_cache is not None
     assert core.scheduler.prefix_cache.num_hits > 0
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_an_interrupt_at_any_line_leaves_nothing_wrong_to_find(
+    part: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counts go on, and prompts that ran before are computed anew or found as they are."""
+    caplog.set_level("CRITICAL")
+    files = ("engine/scheduler.py", "engine/prefix_cache.py", "cache/blocks.py", "cache/prefix.py")
+    monkeypatch.setattr("test_interrupted_bookkeeping.FILES", files)
+    at_line = 1 + part * 9
+    while True:
+        core = core_of(
+            LateRunner(max_steps_ahead=1, num_blocks=14, max_model_len=60, max_num_batched_tokens=12)
+        )
+        run(core, STEM)
+        for name, own in (("a", [1, 2]), ("b", [3]), ("c", list(range(9)))):
+            core.add_request(name, [*STEM, *own], params(max_tokens=6), streams=False)
+        outputs: dict[str, Any] = {}
+        if not interrupted_at(at_line, core, outputs).where:
+            return
+        drain(core)
+        cache = core.scheduler.prefix_cache
+        assert cache is not None
+        before = cache.num_queries
+        assert before >= 20
+        run(core, STEM, [*STEM, 1, 2])
+        run(core, [*STEM, 3], [*STEM, *range(9)])
+        assert cache.num_queries == before + 42 + 50
+        at_line += 27
