@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gapless.engine.detokenizer import TokenizerLike
-from gapless.engine.grammar_schema import prepare_schema
+from gapless.engine.grammar_schema import close_gaps, prepare_schema
 from gapless.errors import GaplessError, RequestError
 from gapless.sampling.structured import GrammarKind, StructuredOutputsParams
 
@@ -155,9 +155,7 @@ class GrammarCompiler:
             text = prepare_schema(text)
         try:
             if kind == "json_schema":
-                handle = compiler.compile_json_schema(
-                    text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
-                )
+                handle = compiler.compile_grammar(_schema_grammar(text))
             elif kind == "regex":
                 handle = compiler.compile_regex(text)
             else:
@@ -203,6 +201,15 @@ class GrammarCompiler:
                 if total <= _CACHE_BYTES:
                     break
                 total -= self._cache.pop(oldest).result().num_bytes
+
+
+def _schema_grammar(schema: str) -> Any:
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
+    printed = str(grammar)
+    closed = close_gaps(printed)
+    return grammar if closed == printed else xgrammar.Grammar.from_ebnf(closed)
 
 
 def _reason(error: Exception) -> str:

@@ -3,14 +3,15 @@
 xgrammar ignores keywords that it does not know, and answers would break them; it also takes minutes for
 schemas that are nested hundreds of levels deep. One walk over the schema finds both. ``additionalProperties``
 keeps its standard default (anything may be added) only where an object names no properties: a model that may
-invent further fields at every comma rarely finds an end. Invariant: a schema that leaves here either means
-what it says or is refused; the exception is ``oneOf``, which is read as ``anyOf`` where its branches overlap.
-Read ``grammar.py`` next.
+invent further fields at every comma rarely finds an end. Invariant: every text that fits a schema which
+leaves here is JSON and valid; the one exception is ``oneOf``, which is read as ``anyOf`` where its branches
+overlap. Read ``grammar.py`` next.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from gapless.errors import RequestError
@@ -32,6 +33,10 @@ _CONSTRAINTS = frozenset(
         *("maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     )
 )
+_LOOSE_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+"""As printed grammars write them; inside of a string every backslash would be doubled."""
+_ESCAPE = re.compile(r"\\x([0-9A-Fa-f]{2})|\\.", re.DOTALL)
+_PATTERN_PART = re.compile(r"\[\^|\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\.|.|\\", re.DOTALL)
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
@@ -47,6 +52,20 @@ def prepare_schema(text: str) -> str:
     if not isinstance(schema, dict):
         raise RequestError(f"the JSON schema must be an object, not {text[:40]}")
     return json.dumps(_prepare(schema, "#", 1), ensure_ascii=False)
+
+
+def close_gaps(grammar: str) -> str:
+    """The printed grammar of a schema, to be read again, without what JSON forbids: the compiler's rule for
+    strings of a limited length lets control characters through (seen in xgrammar 0.2.9).
+
+    Printed escapes of two digits become four, for the reader takes a letter behind them for a third digit.
+    """
+    if _LOOSE_CHARACTER not in grammar:
+        return grammar
+    return _ESCAPE.sub(
+        lambda match: match[0] if match[1] is None else f"\\u00{match[1]}",
+        grammar.replace(_LOOSE_CHARACTER, _JSON_CHARACTER),
+    )
 
 
 def _prepare(schema: Any, place: str, depth: int) -> Any:
@@ -66,10 +85,35 @@ def _prepare(schema: Any, place: str, depth: int) -> Any:
     for name in _SCHEMAS:
         if name in result:
             result[name] = _prepare(result[name], f"{place}/{name}", depth + 1)
-    names_fields = result.get("properties") or result.get("patternProperties")
+    names_fields = {"properties", "patternProperties"} & result.keys()
     if names_fields and not {"additionalProperties", "unevaluatedProperties"} & result.keys():
         result["additionalProperties"] = False
     return result
+
+
+def _check_pattern(pattern: str, place: str) -> None:
+    """The compiler writes a pattern's characters into the JSON text as they are; only ``.``, ``\\s`` and
+    classes that leave characters out keep to what JSON allows."""
+    is_negated = False
+    for part in _PATTERN_PART.findall(pattern):
+        if part[0] == "[" or part == "]":
+            is_negated = part == "[^"
+        elif not is_negated and _must_be_escaped(part):
+            raise _refusal(
+                f"pattern {pattern[:60]!r}: {part!r} is a character that JSON escapes, which is supported in "
+                "[^...] only",
+                place,
+            )
+
+
+def _must_be_escaped(part: str) -> bool:
+    if part[0] == "\\" and len(part) > 1:
+        if part[1] in 'nrtfv0c\\"':
+            return True
+        code = int(part[2:], 16) if part[1] in "xu" and len(part) > 2 else 0x41
+    else:
+        code = ord(part)
+    return code < 0x20 or code in (0x22, 0x5C)
 
 
 def _check(schema: dict[str, Any], place: str) -> None:
@@ -88,6 +132,10 @@ def _check(schema: dict[str, Any], place: str) -> None:
             raise _refusal(f"{beside[0]!r} beside {composer!r} is not supported", place)
     if composer == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
         raise _refusal("'allOf' of several schemas is not supported: merge them into one", place)
+    patterns = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        if isinstance(pattern, str):
+            _check_pattern(pattern, place)
     if {"minLength", "maxLength"} & schema.keys():
         for name in ("pattern", "format"):
             if name in schema:
