@@ -219,5 +219,5 @@ def test_an_engine_draws_the_same_tokens_one_step_ahead(tmp_path: Path) -> None:
     assert all(len(tokens) == 40 for tokens in results[0])
     assert results[0] == results[1]
     sampling = [r for r in opened.runner.graphs.store.ledger if r.key.phase is Phase.SAMPLE_FILTERED]
-    assert {row.num_nodes for row in sampling} == {8}
+    assert all(row.num_nodes < 24 for row in sampling)  # hundreds without the fused kernels
     opened.runner.shutdown()
