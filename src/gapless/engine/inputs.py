@@ -218,8 +218,11 @@ class BatchBuilder:
         if not self._free_rows:
             # Rows of sequences outside this step: finished ones, or running ones that are filled again when
             # they return.
-            idle = [sequence for sequence in self._rows if sequence not in current]
-            self._free_rows = [self._rows.pop(sequence).index for sequence in idle]
+            for sequence in [sequence for sequence in self._rows if sequence not in current]:
+                del self._rows[sequence]
+            # Counted anew: a step that was interrupted may have taken a row for nobody.
+            used = {row.index for row in self._rows.values()}
+            self._free_rows = [row for row in range(self._max_num_reqs - 1, -1, -1) if row not in used]
         return self._free_rows.pop()
 
 

@@ -111,14 +111,13 @@ class PenaltyTable:
         if not self._free:
             idle = [sequence for sequence in self._slots if sequence not in taking_part]
             # Ended ones first: a running one that sat a step out would have to be filled again.
-            ended = [sequence for sequence in idle if sequence.is_finished] or idle
-            self._free = [self._slots.pop(sequence).index for sequence in ended]
+            self._give_up([sequence for sequence in idle if sequence.is_finished] or idle)
         return self._free.pop()
 
     def _grow(self) -> None:
         ended = [sequence for sequence in self._slots if sequence.is_finished]
         if ended:
-            self._free = [self._slots.pop(sequence).index for sequence in ended]
+            self._give_up(ended)
             return
         num_before, size = self._counts_SV.shape
         num_slots = min(max(2 * num_before, _FIRST_SLOTS), self._max_num_reqs)
@@ -126,6 +125,13 @@ class PenaltyTable:
         grown_SV[:num_before].copy_(self._counts_SV)
         self._counts_SV = grown_SV
         self._free = list(range(num_slots - 1, num_before - 1, -1))
+
+    def _give_up(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            del self._slots[sequence]
+        # Counted anew: a step that was interrupted may have taken a slot for nobody.
+        used = {slot.index for slot in self._slots.values()}
+        self._free = [slot for slot in range(len(self._counts_SV) - 1, -1, -1) if slot not in used]
 
 
 @dataclass(slots=True)
