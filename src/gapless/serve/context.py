@@ -6,6 +6,7 @@ are token ids and answers have no text. Read ``app.py`` for where a context is m
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,14 @@ from starlette.requests import Request
 
 from gapless.serve.client import EngineClient
 from gapless.serve.errors import ApiError, of_validation
-from gapless.serve.limits import read_json
+from gapless.serve.limits import BodyReader, parse_json
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.protocol.common import EndpointRequest
 from gapless.serve.settings import ServerSettings
+
+_INLINE_BYTES = 64 * 1024
+"""A few milliseconds of parsing at worst. Larger bodies are parsed on a thread, beside which the streams of
+others go on."""
 
 RequestT = TypeVar("RequestT", bound=EndpointRequest)
 
@@ -43,6 +48,7 @@ class ServeContext:
 
     client: EngineClient
     settings: ServerSettings
+    bodies: BodyReader
     tokenizer: TextTokenizer | None
     metrics: RequestMetrics
     model_names: tuple[str, ...]
@@ -51,14 +57,21 @@ class ServeContext:
 
     async def parse(self, request: Request, model: type[RequestT]) -> RequestT:
         """The body as ``model``. Raises ``ApiError``."""
-        body = await read_json(request, max_body_bytes=self.settings.max_body_bytes)
-        try:
-            parsed = model.model_validate(body)
-        except ValidationError as error:
-            raise of_validation(error) from None
+        async with self.bodies.read(request) as body:
+            if len(body) <= _INLINE_BYTES:
+                parsed = _parse(body, model)
+            else:
+                parsed = await asyncio.to_thread(_parse, body, model)
         if parsed.model is not None and parsed.model not in self.model_names:
             raise unknown_model(parsed.model)
         return parsed
+
+
+def _parse(body: bytes, model: type[RequestT]) -> RequestT:
+    try:
+        return model.model_validate(parse_json(body))
+    except ValidationError as error:
+        raise of_validation(error) from None
 
 
 def unknown_model(name: str) -> ApiError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from typing import Any
 
 import msgspec
@@ -28,6 +29,10 @@ CLIENT_CLOSED = 499
 """Status in logs and metrics (nobody is left to see it) of a request whose connection went away."""
 
 _RETRY_WHEN_DOWN_S = 5
+
+_PART = reprlib.Repr()
+"""Reads no more of a value than it shows: a body may be one list of millions."""
+_PART.maxstring = _PART.maxother = _PART.maxlong = 90
 
 
 class ErrorBody(msgspec.Struct):
@@ -174,5 +179,5 @@ def _param_of(message: str) -> str | None:
 def _shorten(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**60:
         return "a number of many digits"
-    text = repr(value)
+    text = repr(value[:100]) if isinstance(value, str) else _PART.repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

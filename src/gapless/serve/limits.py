@@ -3,7 +3,8 @@
 Stricter than Python's parser on purpose: a name that occurs twice, ``NaN`` and ``Infinity``, numbers beyond
 what a double can hold, text that is not Unicode, and values nested deeper than any real request are refused,
 because two programs could read each of them differently or because they cost more than they are worth.
-Invariant: memory used before the refusal is bounded by ``max_body_bytes``. Read ``protocol/`` next.
+Invariant: memory used before the refusal is bounded
+by ``max_body_bytes`` for one request, by ``MAX_BODIES`` times that for all. Read ``protocol/`` next.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import asyncio
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,27 +25,51 @@ from gapless.serve.errors import ApiError, ClientGoneError
 MAX_DEPTH = 64
 """Objects and lists within each other. A JSON schema is the deepest thing anybody sends."""
 BODY_TIMEOUT_S = 60.0
+MAX_BODIES = 16
+"""Of the largest size; of smaller ones accordingly more. Else a thousand clients that each send all but the
+last byte would hold a thousand times the limit."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request, *, max_body_bytes: int) -> Any:
-    """The parsed body. Raises ``ApiError`` (400, 408, 413, 415) or ``ClientGoneError``."""
-    _check_headers(request, max_body_bytes)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > max_body_bytes:
-                    raise _too_large(f"more than {max_body_bytes}", max_body_bytes)
-    except TimeoutError:
-        raise ApiError(
-            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} seconds", status=408, code="body_timeout"
-        ) from None
-    except ClientDisconnect:
-        raise ClientGoneError("the connection was closed while its body was read") from None
-    return parse_json(bytes(body))
+class BodyReader:
+    """Reads bodies of at most ``max_body_bytes``, and holds no more than ``MAX_BODIES`` such at a time."""
+
+    def __init__(self, *, max_body_bytes: int) -> None:
+        self._max_bytes, self._max_held = max_body_bytes, MAX_BODIES * max_body_bytes
+        self.num_held = 0
+        """Bytes of bodies that are being read or parsed."""
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The body; it is counted until the block ends. Raises ``ApiError`` (400, 408, 413, 415, 429) or
+        ``ClientGoneError``."""
+        _check_headers(request, self._max_bytes)
+        body = bytearray()
+        try:
+            await self._fill(body, request)
+            yield bytes(body)
+        finally:
+            self.num_held -= len(body)
+
+    async def _fill(self, body: bytearray, request: Request) -> None:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    body += part
+                    self.num_held += len(part)
+                    if len(body) > self._max_bytes:
+                        raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+                    if self.num_held > self._max_held:
+                        raise _too_much_at_once()
+        except TimeoutError:
+            raise ApiError(
+                f"the body did not arrive within {BODY_TIMEOUT_S:.0f} seconds",
+                status=408,
+                code="body_timeout",
+            ) from None
+        except ClientDisconnect:
+            raise ClientGoneError("the connection was closed while its body was read") from None
 
 
 def parse_json(body: bytes) -> Any:
@@ -82,6 +110,13 @@ def _check_headers(request: Request, max_body_bytes: int) -> None:
             status=415,
             code="unsupported_media_type",
         )
+    transfer = request.headers.get("transfer-encoding", "chunked")
+    if transfer.strip().lower() != "chunked":
+        raise ApiError(
+            f"transfer encoding {transfer[:80]!r}: only chunked is understood",
+            status=415,
+            code="unsupported_media_type",
+        )
     length = request.headers.get("content-length")
     if length is None:
         return
@@ -101,8 +136,8 @@ def _is_json(content_type: str) -> bool:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        # In one pass: an object may have a million names.
+        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise _bad(f"the name {repeated[:80]!r} occurs twice in one object", param=repeated[:80])
     return result
 
@@ -141,6 +176,16 @@ def _check_unicode(value: Any) -> None:
 
 def _bad(message: str, *, param: str | None = None) -> ApiError:
     return ApiError(message, param=param, code="invalid_json")
+
+
+def _too_much_at_once() -> ApiError:
+    return ApiError(
+        "the server is reading too many large bodies at once; try again later",
+        status=429,
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _too_large(length: str, limit: int) -> ApiError:

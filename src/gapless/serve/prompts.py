@@ -17,6 +17,7 @@ from gapless.serve.protocol.chat import Message, Tool
 
 _INLINE_CHARS = 4096
 """About a millisecond of tokenising; a thread costs a tenth of it."""
+_INLINE_MESSAGES = 64
 
 
 def need_tokenizer(context: ServeContext) -> TextTokenizer:
@@ -38,6 +39,7 @@ async def encode_prompt(
 async def encode_text(context: ServeContext, text: str, *, add_special_tokens: bool) -> list[int]:
     tokenizer = need_tokenizer(context)
     if len(text) <= _INLINE_CHARS:
+        await asyncio.sleep(0)  # a request may have a thousand prompts; others get their turn in between
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
@@ -61,12 +63,16 @@ async def encode_chat(
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     if continue_final_message:
         options["continue_final_message"] = True
-    try:
-        text = tokenizer.apply_chat_template(
+
+    def render() -> str:
+        return tokenizer.apply_chat_template(
             [message.for_template() for message in messages],
             add_generation_prompt=add_generation_prompt,
             **options,
         )
+
+    try:
+        text = render() if len(messages) <= _INLINE_MESSAGES else await asyncio.to_thread(render)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
         # A template is a program over what the caller sent: what it cannot digest is the caller's to mend.
         if isinstance(error, RequestError):

@@ -25,6 +25,10 @@ _SAME_NAME = (
     *("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"),
     *("ignore_eos", "skip_special_tokens"),
 )
+MAX_STOPS = 64
+MAX_STOP_CHARS = 256
+"""Each stop string is looked for after every token, in step with everybody's requests."""
+MAX_STOP_TOKEN_IDS = 1024
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
@@ -92,6 +96,7 @@ def _checked(
         value = getattr(request, name)
         if value is not None:
             params.setdefault(name, value)
+    _check_stops(request)
     if not has_tokenizer:
         params["detokenize"] = False
     try:
@@ -102,6 +107,25 @@ def _checked(
     if n > max_n:
         raise RequestError(f"n={n}: this server takes at most {max_n} choices")
     return {name: value for name, value in params.items() if value != _DEFAULTS[name]}
+
+
+def _check_stops(request: GenerationRequest) -> None:
+    stops, ids = request.stop or [], request.stop_token_ids or []
+    for name, num, limit in (
+        ("stop", len(stops), MAX_STOPS),
+        ("stop_token_ids", len(ids), MAX_STOP_TOKEN_IDS),
+    ):
+        if num > limit:
+            raise ApiError(
+                f"{name} has {num} items, at most {limit} are taken", param=name, code="invalid_value"
+            )
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise ApiError(
+            f"stop has a string of {longest} characters, at most {MAX_STOP_CHARS} are taken",
+            param="stop",
+            code="invalid_value",
+        )
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:

@@ -24,6 +24,7 @@ import uvicorn
 
 from gapless.errors import ConfigError
 from gapless.serve.client import EngineClient
+from gapless.serve.connection import Connection
 from gapless.serve.engine_process import EngineOpener
 from gapless.serve.messages import EngineInfo
 from gapless.serve.process_client import ProcessClient, ProgressCallback
@@ -41,6 +42,8 @@ _CLOSE_LIMIT_S = 5
 _KEEP_ALIVE_S = 75
 """Longer than proxies keep idle connections, so that they close them and not we, under their feet."""
 _BACKLOG = 2048
+READER_STALL_S = 300
+"""A connection whose other side takes nothing and says nothing for so long is given up."""
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +186,7 @@ def _make_server(app: Any, settings: ServerSettings) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
+            http=Connection,
             log_config=None,
             access_log=False,  # access_log.py writes it, with request ids
             root_path=settings.root_path,
@@ -211,6 +215,7 @@ def _bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
         raise ConfigError(f"--host={settings.host}: {error.strerror or error}") from None
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _give_up_dead_peers(listener)
         try:
             listener.bind(address)
         except OSError as error:
@@ -218,6 +223,19 @@ def _bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
                 f"--port={settings.port} on {settings.host}: {error.strerror or error}; choose another"
             ) from None
         yield listener
+
+
+def _give_up_dead_peers(listener: socket.socket) -> None:
+    """Every connection it accepts gets these. A machine that lost its power sends no end of the connection,
+    and a reader that stops reading keeps it open: neither may hold a descriptor for ever."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 60),
+        ("TCP_KEEPINTVL", 15),
+        ("TCP_USER_TIMEOUT", READER_STALL_S * 1000),
+    ):
+        if hasattr(socket, name):  # Linux has all of them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _check_certificate(settings: ServerSettings) -> None:

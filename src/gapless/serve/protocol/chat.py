@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gapless.serve.protocol.common import IGNORED, Strict
+from gapless.serve.protocol.common import IGNORED, FirstFault, Strict
 from gapless.serve.protocol.generation import GenerationRequest
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -65,9 +65,9 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Role
-    content: str | list[TextPart] | None = None
+    content: str | FirstFault[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: FirstFault[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -169,11 +169,11 @@ class ChatRequest(GenerationRequest):
         "include_reasoning",
     )
 
-    messages: list[Message] = Field(min_length=1)
+    messages: FirstFault[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: FirstFault[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Left out: ``auto`` with tools, ``none`` without."""
     parallel_tool_calls: bool = True
@@ -199,10 +199,11 @@ class ChatRequest(GenerationRequest):
         return self
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or []]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"tools has two functions with the name {name!r}")
+        names: set[str] = set()
+        for tool in self.tools or []:
+            if tool.function.name in names:
+                raise ValueError(f"tools has two functions with the name {tool.function.name!r}")
+            names.add(tool.function.name)
         if self.tool_choice in (None, "none") or not isinstance(self.tool_choice, (str, NamedTool)):
             return
         if not names:

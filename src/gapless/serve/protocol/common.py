@@ -8,9 +8,23 @@ level means that the field was left out. Invariant: no field that could change t
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
+
+T = TypeVar("T")
+
+
+class _FirstOnly(FailFast):
+    """Usable in unions, whose members must have a hash."""
+
+    __hash__ = object.__hash__
+
+
+FirstFault = Annotated[list[T], _FirstOnly()]
+"""A list of which only the first wrong item is told: a million of them would take gigabytes to describe."""
+MAX_FIELDS = 256
+"""Names in one object. No object here has half as many; of more, each would be an error of its own."""
 
 IGNORED: dict[str, str] = {
     "user": "names the end user, for the operator's statistics",
@@ -73,6 +87,13 @@ class Strict(BaseModel):
     """Unknown fields and values of another type are refused; nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe_extras)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_a_flood(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(data)} fields, no object here has over {MAX_FIELDS}")
+        return data
 
 
 class EndpointRequest(Strict):

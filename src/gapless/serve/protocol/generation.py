@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from gapless.serve.protocol.common import EndpointRequest, Strict
+from gapless.serve.protocol.common import EndpointRequest, FirstFault, Strict
 
 
 def _as_stop(value: Any) -> list[str]:
@@ -67,7 +67,7 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: FirstFault[str] | None = None
     grammar: str | None = None
     """EBNF, as xgrammar reads it."""
 
@@ -98,7 +98,7 @@ class GenerationRequest(EndpointRequest):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Stop | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: FirstFault[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

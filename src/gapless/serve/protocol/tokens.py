@@ -7,20 +7,20 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from gapless.serve.protocol.chat import RESERVED_TEMPLATE_NAMES, Message, Tool
-from gapless.serve.protocol.common import EndpointRequest
+from gapless.serve.protocol.common import EndpointRequest, FirstFault
 
 
 class TokenizeRequest(EndpointRequest):
     """Text (``prompt``) or a chat (``messages``)."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: FirstFault[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     """Left out: true for text, false for chats, whose template has them."""
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[Tool] | None = None
+    tools: FirstFault[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -38,4 +38,4 @@ class TokenizeRequest(EndpointRequest):
 
 
 class DetokenizeRequest(EndpointRequest):
-    tokens: list[int]
+    tokens: FirstFault[int]

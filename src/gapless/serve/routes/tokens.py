@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from gapless.serve.context import ServeContext
+from gapless.serve.context import ServeContext, TextTokenizer
 from gapless.serve.prompts import check_ids, encode_chat, encode_text, need_tokenizer
 from gapless.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from gapless.serve.responses import Detokenized, Tokens
@@ -33,7 +35,8 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             token_ids = await encode_text(context, request.prompt or "", add_special_tokens=adds)
         strings = None
         if request.return_token_strs:
-            strings = [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
+            # A body of megabytes has millions of tokens, so not here, where everybody would wait.
+            strings = await asyncio.to_thread(_each_as_text, tokenizer, token_ids)
         limit = context.client.info.max_model_len
         return json_reply(
             Tokens(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=strings)
@@ -45,4 +48,9 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
         tokenizer = need_tokenizer(context)
         if request.tokens:
             check_ids(context, request.tokens, name="tokens")
-        return json_reply(Detokenized(prompt=tokenizer.decode(request.tokens, skip_special_tokens=False)))
+        text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
+        return json_reply(Detokenized(prompt=text))
+
+
+def _each_as_text(tokenizer: TextTokenizer, token_ids: list[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
