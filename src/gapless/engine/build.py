@@ -21,6 +21,7 @@ from gapless.config import EngineConfig
 from gapless.engine.compiled_forward import make_compiled_forward
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
+from gapless.engine.penalties import most_bytes
 from gapless.engine.planning import make_plan, max_step_tokens
 from gapless.engine.row_graphs import RowGraphs
 from gapless.engine.rules import refuse_missing_options
@@ -203,7 +204,10 @@ class _Build:
             return 1 + self.config.kv_cache_tokens // block_size, None
         limits = self._limits(self.max_model_len * self.max_num_reqs)
         self._make_cache(MIN_BLOCKS)
-        estimate = measure(self.device, lambda store: self._runners(store, plan, limits))
+        penalty_bytes = most_bytes(max_num_reqs=self.max_num_reqs, vocab_size=self.info.vocab_size)
+        estimate = measure(
+            self.device, lambda store: self._runners(store, plan, limits), penalty_bytes=penalty_bytes
+        )
         num_blocks = num_blocks_on_gpu(
             self.device,
             estimate=estimate,

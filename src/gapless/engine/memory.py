@@ -34,13 +34,15 @@ class MemoryEstimate:
     driver_bytes: int
     activation_bytes: int
     static_bytes: int
+    penalty_bytes: int = 0
+    """Token counts of requests with penalties, made when the first one comes."""
     failures: tuple[FailedCapture, ...] = ()
     """Sizes whose capture failed while measuring: they are not tried again."""
 
     @property
     def total_bytes(self) -> int:
         graph_bytes = int((self.pool_bytes + self.driver_bytes) * _MARGIN)
-        return graph_bytes + self.activation_bytes + self.static_bytes
+        return graph_bytes + self.activation_bytes + self.static_bytes + self.penalty_bytes
 
     def to_dict(self) -> dict[str, int]:
         return {
@@ -48,6 +50,7 @@ class MemoryEstimate:
             "driver_bytes": self.driver_bytes,
             "activation_bytes": self.activation_bytes,
             "static_bytes": self.static_bytes,
+            "penalty_bytes": self.penalty_bytes,
             "total_bytes": self.total_bytes,
         }
 
@@ -66,8 +69,12 @@ def extrapolate(samples: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
 def measure(
     device: GraphDevice,
     make_runners: Callable[[GraphStore], list[tuple[GraphRunner, list[BatchDescriptor]]]],
+    *,
+    penalty_bytes: int = 0,
 ) -> MemoryEstimate:
     """Capture the two largest sizes of each runner in a throwaway store and extrapolate (CUDA only).
+
+    ``penalty_bytes`` are set aside unmeasured.
 
     Sizes that cannot be captured are passed over and returned as ``failures``. Raises ``MemoryLimitError``
     when the largest step does not even run eagerly for lack of memory.
@@ -98,6 +105,7 @@ def measure(
         driver_bytes=driver_bytes,
         activation_bytes=activation_bytes,
         static_bytes=static_bytes,
+        penalty_bytes=penalty_bytes,
         failures=tuple(store.failures),
     )
 

@@ -28,6 +28,11 @@ from gapless.sampling.sampler import to_device
 _FIRST_SLOTS = 8
 
 
+def most_bytes(*, max_num_reqs: int, vocab_size: int) -> int:
+    """What a full table takes, with the half-size one it grows out of."""
+    return (max_num_reqs + max_num_reqs // 2) * vocab_size * torch.int32.itemsize
+
+
 class PenaltyTable:
     """Token counts of at most ``max_num_reqs`` sequences on one device, shared by all engines of a runner."""
 

@@ -12,6 +12,7 @@ import torch
 
 from gapless.engine import memory
 from gapless.engine.memory import MemoryEstimate, extrapolate, measure, num_blocks_on_gpu, report_of
+from gapless.engine.penalties import most_bytes
 from gapless.errors import MemoryLimitError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device.base import MemoryReading
@@ -85,7 +86,7 @@ def sizes(*num_tokens: int) -> list[BatchDescriptor]:
 
 
 def estimate(**values: int) -> MemoryEstimate:
-    names = ("pool_bytes", "driver_bytes", "activation_bytes", "static_bytes")
+    names = ("pool_bytes", "driver_bytes", "activation_bytes", "static_bytes", "penalty_bytes")
     return MemoryEstimate(**{name: values.get(name, 0) for name in names})
 
 
@@ -118,6 +119,12 @@ def test_pool_growth_counts_once_and_driver_bytes_for_every_graph(samples, expec
 def test_only_graph_memory_gets_the_margin():
     total = estimate(pool_bytes=1000, driver_bytes=1000, activation_bytes=70, static_bytes=7).total_bytes
     assert total == 2200 + 77
+
+
+def test_room_for_token_counts_is_set_aside():
+    with_counts = estimate(pool_bytes=1000, penalty_bytes=most_bytes(max_num_reqs=8, vocab_size=100))
+    assert with_counts.total_bytes == estimate(pool_bytes=1000).total_bytes + 12 * 100 * 4
+    assert with_counts.to_dict()["penalty_bytes"] == 4800
 
 
 def test_the_two_largest_sizes_of_each_runner_are_captured_and_everything_is_released(gpu):
