@@ -160,6 +160,8 @@ class EngineLoop:
                 deadline_s = self._clock() + MAX_COMPILE_S
                 self._compiling[message.request_id] = _Compiling(message, compiling, deadline_s)
                 return
+            if compiling is not None:
+                compiling.result()  # what has failed is forgotten, and would be compiled anew
             self._add(message.request_id, message.prompt_token_ids, params, streams=message.stream)
         except RequestError as error:
             self._refuse(message.request_id, str(error))
@@ -179,7 +181,13 @@ class EngineLoop:
         for request_id, waiting in list(self._compiling.items()):
             if waiting.grammar.done():
                 del self._compiling[request_id]
-                self._start_request(waiting.message)
+                error = waiting.grammar.exception()
+                if error is None:
+                    self._start_request(waiting.message)
+                elif isinstance(error, RequestError):
+                    self._refuse(request_id, str(error))
+                else:
+                    self._fail_request(waiting.message, f"{type(error).__name__}: {error}")
             elif self._clock() >= waiting.deadline_s:
                 del self._compiling[request_id]
                 self._refuse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 import pytest
@@ -112,6 +113,35 @@ def test_a_wrong_grammar_is_refused_with_its_reason_and_others_go_on(core, gramm
     assert channel.deltas("a") == []
     assert len(channel.deltas("b")) == 4
     assert loop.stats()["requests_refused"] == 1
+
+
+def test_a_wrong_grammar_that_is_found_late_is_compiled_and_refused_once(core, gate, monkeypatch):
+    compiled = []
+    compile_now = core.grammars._compile
+    monkeypatch.setattr(
+        core.grammars, "_compile", lambda *args: (compiled.append(args), compile_now(*args))[1]
+    )
+
+    def wait():
+        gate.set()
+        time.sleep(0.2)
+
+    channel, _ = run(core, [generate("a", Grammar(kind="regex", text="(a"))], wait, [], [])
+    assert "Regex parsing error" in channel.refusals()["a"]
+    assert len(compiled) == 1
+
+
+def test_a_bug_while_compiling_fails_the_request_that_meets_it(core, gate, monkeypatch):
+    def breaks(*args):
+        gate.wait(30)
+        raise ZeroDivisionError("unlucky")
+
+    monkeypatch.setattr(core.grammars, "_compile", breaks)
+    channel, _ = run(core, [generate("a", LETTERS), generate("b")], gate.set, [])
+    assert [(d.finish_reason, d.error) for d in channel.deltas("a")] == [
+        ("error", "ZeroDivisionError: unlucky")
+    ]
+    assert len(channel.deltas("b")) == 4
 
 
 def test_others_run_while_a_grammar_compiles(core, gate):
