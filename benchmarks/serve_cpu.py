@@ -1,0 +1,242 @@
+"""What HTTP costs per streamed token: both processes of a server around an engine that computes nothing.
+
+The engine draws tokens from a formula and SmolLM2's tokenizer turns them into text; it sleeps between steps so
+that each token is an event of its own. What is left is the engine's own bookkeeping, detokenisation, the wire between the processes, JSON, and sockets. Costs are CPU
+seconds of each process as the kernel counts them, so neither the client nor other load on the machine is in
+them (a busy machine still makes caches colder). A second part measures fairness: the first token of a request
+that comes behind others, against when the last of those ends.
+
+    python benchmarks/serve_cpu.py --output benchmarks/results/serve_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "serve"))
+
+from engine_process_fakes import VOCAB_SIZE, CountingRunner, make_info
+
+from gapless.engine.core import EngineCore
+from gapless.models.sources import open_tokenizer
+from gapless.serve.app import create_app
+from gapless.serve.engine_process import ReportProgress, ServedEngine
+from gapless.serve.server import Announcements, run_server
+from gapless.serve.settings import ServerSettings
+
+BUDGET_US = 60.0
+QUEUED, RUNNING = 200, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenFast:
+    """A real tokenizer over the engine that draws from a formula."""
+
+    max_num_reqs: int
+    step_s: float = 0.0
+
+    def __call__(self, progress: ReportProgress) -> ServedEngine:
+        runner = CountingRunner(max_num_reqs=self.max_num_reqs, num_blocks=40_000, step_s=self.step_s)
+        core = EngineCore(runner, tokenizer=open_tokenizer("smollm2"), eos_token_ids=[VOCAB_SIZE - 1])
+        return ServedEngine(core=core, info=make_info(core))
+
+
+def serve(address: str, opener: OpenFast) -> None:
+    settings = ServerSettings(port=0, access_log="off", max_queued_requests=4096)
+    announce = Announcements(
+        progress=lambda stage, done, total: None,
+        on_ready=lambda info: None,
+        on_serving=lambda url: write_whole(Path(address), url),
+    )
+    tokenizer = open_tokenizer("smollm2")
+    sys.exit(run_server(opener, lambda client: create_app(client, settings, tokenizer), settings, announce))
+
+
+def write_whole(path: Path, text: str) -> None:
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
+class Server:
+    """A server in a process of its own; ends with the block."""
+
+    def __init__(self, opener: OpenFast) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name, "address")
+        self._process = get_context("spawn").Process(target=serve, args=(str(path), opener))
+        self._process.start()
+        while not path.exists():
+            assert self._process.is_alive(), "the server has ended"
+            time.sleep(0.02)
+        host, port = path.read_text().removeprefix("http://").split(":")
+        self.address = host, int(port)
+
+    def cpu_s(self) -> dict[str, float]:
+        assert self._process.pid is not None
+        return {"http": cpu_s(self._process.pid), "engine": cpu_s(self._engine_pid())}
+
+    def _engine_pid(self) -> int:
+        pid = self._process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise AssertionError("no engine process")
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._folder.cleanup()
+
+
+def cpu_s(pid: int) -> float:
+    """Of all its threads, in the scheduler's own nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
+
+
+async def stream(server: Server, path: str, number: int, num_tokens: int) -> tuple[float, int]:
+    """Read one answer to its end; the seconds to its first event, and how many there were."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    if path.endswith("chat/completions"):
+        fields["messages"] = [{"role": "user", "content": f"number {number}"}]
+    else:
+        fields["prompt"] = [number + 1, 5]
+    body = json.dumps(fields).encode()
+    start, first_s = time.perf_counter(), 0.0
+    writer.write(
+        b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+        % (path.encode(), len(body), body)
+    )
+    end, num_events = b"", 0
+    while part := await reader.read(1 << 16):
+        first_s = first_s or time.perf_counter() - start
+        num_events += part.count(b"data: ")
+        end = (end + part)[-64:]
+    assert b"[DONE]" in end, end
+    writer.close()
+    return first_s, num_events
+
+
+async def load(server: Server, path: str, num_streams: int, num_tokens: int) -> int:
+    """How many events came."""
+    answers = await asyncio.gather(*(stream(server, path, i, num_tokens) for i in range(num_streams)))
+    return sum(num_events for _, num_events in answers)
+
+
+def measure_cost(path: str, num_streams: int, num_tokens: int, step_s: float) -> dict[str, Any]:
+    with Server(OpenFast(max_num_reqs=256, step_s=step_s)) as server:
+        asyncio.run(load(server, path, num_streams, max(1, num_tokens // 10)))
+        before = server.cpu_s()
+        start = time.perf_counter()
+        num_events = asyncio.run(load(server, path, num_streams, num_tokens))
+        wall_s = time.perf_counter() - start
+        after = server.cpu_s()
+    total = num_streams * num_tokens
+    costs = {name: 1e6 * (after[name] - before[name]) / total for name in before}
+    return {
+        "path": path,
+        "streams": num_streams,
+        "step_ms": 1e3 * step_s,
+        "tokens": total,
+        "tokens_per_event": round(total / num_events, 2),
+        "http_us_per_token": round(costs["http"], 1),
+        "engine_us_per_token": round(costs["engine"], 1),
+        "both_us_per_token": round(sum(costs.values()), 1),
+        "tokens_per_s": round(total / wall_s),
+    }
+
+
+def measure_fairness(num_tokens: int) -> dict[str, Any]:
+    """``num_tokens`` each, ``RUNNING`` at a time: a fair queue gives the newcomer its first token about when
+    the last of those before it ends."""
+
+    async def scenario(server: Server) -> tuple[float, float]:
+        path = "/v1/completions"
+        start = time.perf_counter()
+        before = [asyncio.create_task(stream(server, path, i, num_tokens)) for i in range(QUEUED)]
+        await asyncio.sleep(0.3)
+        arrived = time.perf_counter()
+        newcomer = asyncio.create_task(stream(server, path, QUEUED, num_tokens))
+        await asyncio.sleep(0.1)
+        after = [asyncio.create_task(stream(server, path, QUEUED + 1 + i, num_tokens)) for i in range(QUEUED)]
+        await asyncio.gather(*before)
+        fair_s = time.perf_counter() - arrived
+        ttft_s, _ = await newcomer
+        await asyncio.gather(*after)
+        assert arrived - start < fair_s, "the queue has emptied before the newcomer came"
+        return ttft_s, fair_s
+
+    with Server(OpenFast(max_num_reqs=RUNNING, step_s=0.002)) as server:
+        ttft_s, fair_s = asyncio.run(scenario(server))
+    return {
+        "queued_before": QUEUED,
+        "running": RUNNING,
+        "tokens_each": num_tokens,
+        "ttft_s": round(ttft_s, 3),
+        "last_before_ends_s": round(fair_s, 3),
+        "ratio": round(ttft_s / fair_s, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    print(
+        f"{'path':<22}{'streams':>8}{'HTTP us':>9}{'engine us':>11}{'both us':>9}{'tokens/s':>10}"
+        f"{'tokens/event':>14}"
+    )
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for num_streams, num_tokens, step_s in (
+            (1, 8 * arguments.tokens, 0.002),
+            (16, 4 * arguments.tokens, 0.004),
+            (256, arguments.tokens, 0.04),
+        ):
+            row = measure_cost(path, num_streams, min(num_tokens, 4000), step_s)
+            rows.append(row)
+            print(
+                f"{path:<22}{num_streams:>8}{row['http_us_per_token']:>9}{row['engine_us_per_token']:>11}"
+                f"{row['both_us_per_token']:>9}{row['tokens_per_s']:>10}{row['tokens_per_event']:>14}",
+                flush=True,
+            )
+    fairness = measure_fairness(100)
+    print(
+        f"first token behind {QUEUED} others: {fairness['ratio']:.2f}x the time until the last of them ends"
+    )
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "command": f"python benchmarks/serve_cpu.py --tokens {arguments.tokens}",
+        "machine": {
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg(),
+            "python": platform.python_version(),
+        },
+        "budget_us": BUDGET_US,
+        "rows": rows,
+        "fairness": fairness,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
