@@ -1,10 +1,11 @@
 """What HTTP costs per streamed token: both processes of a server around an engine that computes nothing.
 
-The engine draws tokens from a formula and SmolLM2's tokenizer turns them into text; it sleeps between steps so
-that each token is an event of its own. What is left is the engine's own bookkeeping, detokenisation, the wire between the processes, JSON, and sockets. Costs are CPU
-seconds of each process as the kernel counts them, so neither the client nor other load on the machine is in
-them (a busy machine still makes caches colder). A second part measures fairness: the first token of a request
-that comes behind others, against when the last of those ends.
+The engine draws tokens from a formula and SmolLM2's tokenizer turns them into text; it sleeps between steps,
+so each token is an event of its own. What is left is the engine's own bookkeeping, detokenisation, the wire
+between the processes, JSON, and sockets. Costs are CPU seconds of each process as the kernel counts them, so
+neither the client nor other load on the machine is in them (a busy machine still makes caches colder). A
+second part measures fairness: the first token of a request that comes behind others, against when the last of
+those ends.
 
     python benchmarks/serve_cpu.py --output benchmarks/results/serve_cpu.json
 """

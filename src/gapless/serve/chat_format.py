@@ -6,7 +6,7 @@ Read ``chat_stream.py`` next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,18 @@ from msgspec import UNSET
 from gapless.serve.answers import Choice, Collected
 from gapless.serve.errors import ApiError
 from gapless.serve.logprobs import chat_logprobs
+from gapless.serve.messages import TokenLogprob
 from gapless.serve.protocol.chat import ChatRequest, NamedTool
 from gapless.serve.responses import (
     ChatChoice,
     ChatCompletion,
     ChatFinish,
+    ChatLogprobs,
     ChatMessage,
     Function,
     ToolCall,
 )
+from gapless.serve.token_bytes import TokenBytes
 from gapless.serve.tools import PARSERS
 from gapless.serve.tools.base import FirstCallOnly, Piece, TextPassage, ToolParser
 from gapless.serve.tools.call_list import NamedParser, RequiredParser
@@ -42,6 +45,13 @@ class ChatFormat:
     make_parser: MakeParser | None
     names_its_function: bool
     """Such a call ends with ``stop``, as OpenAI documents it."""
+    token_bytes: TokenBytes
+
+    def logprobs(self, tokens: Sequence[Sequence[TokenLogprob]]) -> ChatLogprobs | None:
+        """None where they were not asked for."""
+        if self.num_top is None:
+            return None
+        return chat_logprobs(tokens, num_top=self.num_top, token_bytes=self.token_bytes)
 
     def finish_reason(self, reason: str | None, *, has_calls: bool) -> ChatFinish:
         if reason == "length":
@@ -67,7 +77,7 @@ class ChatFormat:
             index=index,
             message=ChatMessage(content=content if content or not calls else None, tool_calls=calls or UNSET),
             finish_reason=self.finish_reason(choice.finish_reason, has_calls=bool(calls)),
-            logprobs=None if self.num_top is None else chat_logprobs(choice.logprobs, num_top=self.num_top),
+            logprobs=None if self.num_top is None else self.logprobs(choice.logprobs),
             stop_reason=UNSET if choice.stop_reason is None else choice.stop_reason,
         )
 

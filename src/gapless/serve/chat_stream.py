@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 from gapless.serve.answers import UsageCounter
 from gapless.serve.chat_format import ChatFormat
 from gapless.serve.deltas import Deltas
-from gapless.serve.logprobs import chat_logprobs
 from gapless.serve.messages import Delta
 from gapless.serve.responses import (
     ChatChunk,
@@ -68,8 +67,8 @@ class _Choice:
             self._has_role = True
             yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
         logprobs: ChatLogprobs | None = None
-        if self._format.num_top is not None and delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, num_top=self._format.num_top)
+        if delta.logprobs:
+            logprobs = self._format.logprobs(delta.logprobs)
         if self._parser is None:
             if delta.text or logprobs is not None:
                 yield ChatChunkChoice(index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs)

@@ -10,12 +10,15 @@ from collections.abc import Iterable, Sequence
 
 from gapless.serve.messages import TokenLogprob
 from gapless.serve.responses import ChatLogprob, ChatLogprobs, TextLogprobs, TopLogprob
+from gapless.serve.token_bytes import TokenBytes
 
 LOWEST = -9999.0
 
 
-def chat_logprobs(tokens: Iterable[Sequence[TokenLogprob]], *, num_top: int) -> ChatLogprobs:
-    return ChatLogprobs(content=[_chat_logprob(candidates, num_top) for candidates in tokens])
+def chat_logprobs(
+    tokens: Iterable[Sequence[TokenLogprob]], *, num_top: int, token_bytes: TokenBytes
+) -> ChatLogprobs:
+    return ChatLogprobs(content=[_chat_logprob(candidates, num_top, token_bytes) for candidates in tokens])
 
 
 class TextLogprobBuilder:
@@ -60,15 +63,18 @@ def token_text(candidate: TokenLogprob) -> str:
     return candidate.text if candidate.text is not None else f"token_id:{candidate.token_id}"
 
 
-def _chat_logprob(candidates: Sequence[TokenLogprob], num_top: int) -> ChatLogprob:
+def _chat_logprob(candidates: Sequence[TokenLogprob], num_top: int, token_bytes: TokenBytes) -> ChatLogprob:
     drawn = candidates[0]
-    text = token_text(drawn)
     return ChatLogprob(
-        token=text,
+        token=token_text(drawn),
         logprob=_finite(drawn.logprob),
-        bytes=list(text.encode()),
+        bytes=list(token_bytes(drawn.token_id, token_text(drawn))),
         top_logprobs=[
-            TopLogprob(token=token_text(c), logprob=_finite(c.logprob), bytes=list(token_text(c).encode()))
+            TopLogprob(
+                token=token_text(c),
+                logprob=_finite(c.logprob),
+                bytes=list(token_bytes(c.token_id, token_text(c))),
+            )
             for c in _top(candidates, num_top)
         ],
     )

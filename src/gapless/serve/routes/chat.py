@@ -18,10 +18,13 @@ from gapless.serve.routes.documented import takes
 from gapless.serve.routes.replies import json_reply
 from gapless.serve.sampling import chat_params, forced_call_grammar, grammar_of
 from gapless.serve.sse import open_stream
+from gapless.serve.token_bytes import token_bytes_of
 from gapless.serve.tools import NEEDS_SPECIAL_TOKENS
 
 
 def add_routes(app: FastAPI, context: ServeContext) -> None:
+    token_bytes = token_bytes_of(context.tokenizer)
+
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), tags=["generate"])
     async def chat_completions(http: Request) -> Response:
         clock = RequestClock(context.metrics)
@@ -54,6 +57,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             num_top=(request.top_logprobs or 0) if request.logprobs else None,
             make_parser=make_parser,
             names_its_function=isinstance(request.tool_choice, NamedTool),
+            token_bytes=token_bytes,
         )
         generate = GenerateRequest(
             request_id=format.id,
