@@ -152,8 +152,8 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str, out: IO[str]) -> str:
-        """Write the answer to ``out`` as it comes; a line about it. Raises ``ChatFailure``. A question without
-        any answer is forgotten."""
+        """Write the answer to ``out`` as it comes; a line about it. Raises ``ChatFailure``. A question
+        without any answer is forgotten."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages += [*self.turns, {"role": "user", "content": text}]
         body = {
