@@ -43,7 +43,6 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...], *, include_in_output: bool) -> None:
         self._stops = stops
-        self._longest = max(map(len, stops), default=0)
         self._include_in_output = include_in_output
         self.text = ""
         """Everything fed so far; after a match, cut where the output ends."""
@@ -86,8 +85,13 @@ class StopStrings:
 
     def _num_withheld(self) -> int:
         """Length of the longest end of the text that is a proper beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
-            tail = self.text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
+        return max(map(self._num_begun, self._stops))
+
+    def _num_begun(self, stop: str) -> int:
+        """Looks only where its first character stands: most texts have none near their end."""
+        begin = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
+        while begin >= 0:
+            if stop.startswith(self.text[begin:]):
+                return len(self.text) - begin
+            begin = self.text.find(stop[0], begin + 1)
         return 0
