@@ -23,6 +23,7 @@ from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
 from gapless.engine.penalties import most_bytes
 from gapless.engine.planning import make_plan, max_step_tokens
+from gapless.engine.precompile import precompile
 from gapless.engine.row_graphs import RowGraphs
 from gapless.engine.rules import refuse_missing_options
 from gapless.engine.runner import ModelRunner
@@ -131,7 +132,7 @@ class _Build:
         start = time.perf_counter()
         num_blocks, estimate = self._size_cache(plan)
         pool = self._make_cache(num_blocks)
-        self.seconds["cache"] = time.perf_counter() - start
+        self.seconds["cache"] = time.perf_counter() - start - self.seconds.get("kernels", 0.0)
         limits = self._limits(pool.num_usable_tokens)
         plan = plan.with_limits(
             max_tokens=limits.max_num_tokens,
@@ -145,12 +146,16 @@ class _Build:
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
         self._compile(graphs)
         start = time.perf_counter()
-        if estimate is not None:
+        if estimate is None:
+            self._precompile(_to_capture(graphs, rows, dispatcher))
+        else:
             _leave_out(estimate.failures, store, graphs, rows, dispatcher)
         self._capture(store, graphs, rows, dispatcher)
         _check_lookup(store, dispatcher, plan)
         _measure_gaps(graphs, dispatcher)
         self.seconds["capture"] = time.perf_counter() - start
+        if estimate is None:
+            self.seconds["capture"] -= self.seconds["kernels"]
         startup = {
             "architecture": self.info.architecture,
             "dtype": str(self.info.dtype).removeprefix("torch."),
@@ -264,7 +269,14 @@ class _Build:
         self._compile(graphs)
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
         rows = RowGraphs(_row_sizes(plan, limits), StepLog())
-        return _to_capture(graphs, rows, dispatcher)
+        work = _to_capture(graphs, rows, dispatcher)
+        self._precompile(work)
+        return work
+
+    def _precompile(self, work: list[tuple[GraphRunner, list[BatchDescriptor]]]) -> None:
+        start = time.perf_counter()
+        precompile(work)
+        self.seconds["kernels"] = time.perf_counter() - start
 
     def _compile(self, graphs: GraphSet) -> None:
         """Trace the forward where the plan asks for it; once, whether memory is measured first or not."""

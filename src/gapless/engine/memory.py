@@ -74,16 +74,16 @@ def measure(
 ) -> MemoryEstimate:
     """Capture the two largest sizes of each runner in a throwaway store and extrapolate (CUDA only).
 
-    ``penalty_bytes`` are set aside unmeasured.
-
-    Sizes that cannot be captured are passed over and returned as ``failures``. Raises ``MemoryLimitError``
-    when the largest step does not even run eagerly for lack of memory.
+    ``penalty_bytes`` are set aside unmeasured. Sizes that cannot be captured are passed over and returned as
+    ``failures``. Raises ``MemoryLimitError`` when the largest step does not even run eagerly for lack of
+    memory.
     """
     _empty_caches(device)
     free_before = device.memory().free_bytes
     store = GraphStore(device)
     try:
         runners = make_runners(store)
+        _empty_caches(device)  # of what compiling kernels left
         allocated = torch.cuda.memory_allocated(device.torch_device)
         torch.cuda.reset_peak_memory_stats(device.torch_device)
         static_bytes = max(0, free_before - device.memory().free_bytes)

@@ -98,7 +98,8 @@ class GraphRunner:
             )
 
     def compile(self, descriptor: BatchDescriptor) -> None:
-        """Let a compiled forward be traced, on the dummy batch of ``descriptor``, before the store opens."""
+        """Run the dummy batch of ``descriptor`` once, before the store opens, for what happens at a first
+        run: a compiled forward is traced, kernels are compiled."""
         self._warm_up(descriptor, times=1)
 
     def capture(

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -43,11 +46,64 @@ class Constants(dict[str, Any]):
 def launch(kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
     """``kernel[grid](*args, **constants)``. ``constants`` are all its ``tl.constexpr`` parameters by name,
     and options of the launch (``num_warps``, ``launch_pdl``, ...); best a ``Constants``."""
+    if _ahead is not None:
+        _ahead.compile(kernel, args, constants)
+        return
     launcher = _launcher()
     if launcher is None:
         kernel[grid](*args, **constants)
     else:
         launcher.launch(kernel, grid, args, constants)
+
+
+def can_compile_ahead(device: torch.device) -> bool:
+    """Whether ``compiling_ahead`` does anything on ``device``."""
+    if device.type != "cuda" or read_env().triton_interpret:
+        return False
+    try:
+        from triton import AsyncCompileMode  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Within the block launches only compile: each kernel once, side by side in threads, all done at the end.
+
+    What they would have written stays undefined, so run a forward in it for its launches alone. A kernel that
+    cannot be compiled is left for its first launch to report. One block at a time in a process.
+    """
+    global _ahead
+    from triton import AsyncCompileMode
+
+    assert _ahead is None, "kernels are being compiled ahead already"
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        with AsyncCompileMode(pool, ignore_errors=True):
+            _ahead = _AheadCompiler()
+            try:
+                yield
+            finally:
+                _ahead = None
+
+
+class _AheadCompiler:
+    """Asks Triton for each kernel once: its own look-up takes as long as a launch of it."""
+
+    def __init__(self) -> None:
+        self._asked: set[tuple[Any, ...]] = set()
+
+    def compile(self, kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        described = describe(args, lambda tensor: True)
+        if described is not None:
+            key = (id(kernel), *described[0], *constants, *constants.values())
+            if key in self._asked:
+                return
+            self._asked.add(key)
+        kernel.warmup(*args, grid=(1,), **constants)
+
+
+_ahead: _AheadCompiler | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

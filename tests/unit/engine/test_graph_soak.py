@@ -1,4 +1,4 @@
-"""The short form of ``tests/soak/test_graph_soak.py``."""
+"""The short form of ``tests/soak/test_graph_soak_long.py``."""
 
 from __future__ import annotations
 
