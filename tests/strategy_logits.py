@@ -68,7 +68,7 @@ def logits_of(source: str, *, device: str, dtype: str, **options: Any) -> tuple[
                 "max_running_requests": 8,
                 "chunked_prefill_size": 256,
                 "kv_cache_tokens": 4096,
-                "cuda_graph_bs_prefill": [32, 128],
+                "cuda_graph_bs_prefill": [32, 64, 128],
                 "cuda_graph_bs_decode": [8],
                 **options,
             }
@@ -95,7 +95,7 @@ def logits_of(source: str, *, device: str, dtype: str, **options: Any) -> tuple[
         phase for phase in ("prefill", "decode") if options.get(f"cuda_graph_backend_{phase}") == "disabled"
     }
     if not options.get("enforce_eager"):
-        assert {row["phase"] for row in report["eager"]} - {"head"} == disabled
+        assert {row["phase"] for row in report["eager"]} - {"head"} == disabled, report["eager"]
     runner.shutdown()
     return torch.cat(found[:-1]), found[-1]
 
