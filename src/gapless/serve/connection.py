@@ -14,6 +14,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gapless.serve.errors import ApiError
@@ -31,7 +32,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        self._is_in_head = self._is_head_too_large = self._is_refused = False
+        self._is_in_head = self._is_head_too_large = self._is_refused = self._is_resuming = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -48,7 +49,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             return
         is_between_requests = self._is_idle
-        super().data_received(data)
+        self._feed(data)
         if not self._is_idle or self._is_refused or self.transport.is_closing():
             return
         if is_between_requests:  # all of it belongs to a head, or to a body that nobody reads
@@ -57,12 +58,48 @@ class Connection(HttpToolsProtocol):
                 self._refuse_head()
         self._start_timer()  # uvicorn has stopped its own at the first byte
 
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._ignore_upgrade()
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+            else:
+                return
+
+    def _ignore_upgrade(self) -> None:
+        """Java's client asks for HTTP/2 with its first request, which may have a body. The parser has stopped
+        after the head, as if another protocol followed: a fresh one reads on, told of the body's length."""
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in framing]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(lines))
+        self._is_resuming = False
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_resuming:
+            super().on_url(url)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else the parser only believes it
+            super().on_message_complete()
+
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         super().on_message_begin()
         self._head_bytes = 0
         self._is_in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
         super().on_header(name, value)
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -70,6 +107,8 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the head is too large")  # the parser stops, and so does uvicorn
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
@@ -85,9 +124,6 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
         else:
             self._refuse(ApiError("this is no HTTP request that can be understood", code="invalid_http"))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """The request is answered as if it had not asked; uvicorn's advice would fill the log."""
 
     @property
     def _is_idle(self) -> bool:

@@ -245,6 +245,36 @@ def test_what_is_sent_has_one_meaning_or_none(data, status, caplog):
         assert set(json.loads(received.partition(b"\r\n\r\n")[2])) == {"error"}
 
 
+@pytest.mark.parametrize("form", ["with the head", "later", "chunked", "in pieces"])
+def test_a_body_with_a_wish_for_http_2_arrives(form):
+    """As Java's client sends it; what follows on the connection is read as usual."""
+    wish = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAAB")
+    data = whole(BODY, *wish)
+    if form == "chunked":
+        data = head(b"Transfer-Encoding: chunked", *wish) + b"\r\n" + CHUNKED
+    body_at = data.index(b"\r\n\r\n") + 4
+    places = {"later": [body_at], "in pieces": range(7, len(data), 11)}.get(form, [])
+
+    async def scenario(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for begin, end in zip([0, *places], [*places, len(data)], strict=True):
+            writer.write(data[begin:end])
+            await asyncio.sleep(0.003)
+        statuses = [status_of(await asyncio.wait_for(reader.read(1 << 16), 5))]
+        writer.write(whole())
+        statuses.append(status_of(await asyncio.wait_for(reader.read(1 << 16), 5)))
+        writer.close()
+        return statuses
+
+    assert with_server(scenario) == [200, 200]
+
+
+def test_a_thousand_wishes_for_another_protocol_are_answered_one_by_one():
+    wish = head(b"Connection: Upgrade", b"Upgrade: h2c", method=b"GET", path=b"/version") + b"\r\n"
+    received = with_server(lambda port: exchange(port, wish * 1000, ends=False))
+    assert received.count(b"HTTP/1.1 200 OK") == 1000
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_pipelined_requests_are_answered_in_order(streams):
     bodies = [
