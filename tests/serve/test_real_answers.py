@@ -114,7 +114,17 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body"), CASES.values(), ids=CASES)
+IN_SOAK = {
+    *("everything that samples", "echo of two prompts", "a stop string within a token"),
+    *("a stop string that stays", "special tokens", "chats", "special tokens shown"),
+}
+PARAMETERS = [
+    pytest.param(*case, id=name, marks=[pytest.mark.soak] if name in IN_SOAK else [])
+    for name, case in CASES.items()
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PARAMETERS)
 def test_a_streamed_answer_is_the_whole_one(url, path, body):
     expected, expected_usage = whole(url, path, body)
     found, usage = streamed(url, path, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -176,3 +177,20 @@ def test_readers_that_leave_abort_their_requests(tmp_path):
 def metric(server: Server, name: str) -> float:
     lines = server.client.get("/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+def test_a_reader_that_takes_nothing_does_not_hold_up_the_end(tmp_path):
+    fields = {"prompt": [1], "n": 16, "max_tokens": 1000, "stream": True, "temperature": 0, "logprobs": 20}
+    body = json.dumps(fields)
+    with running(tmp_path, settings={"drain_s": 1}) as server, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        host, port = server.url.removeprefix("http://").split(":")
+        reader.connect((host, int(port)))
+        reader.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        deadline = time.monotonic() + 10
+        while metric(server, "vllm:request_success_total") != 16.0:  # others are served, and it is generated
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert metric(server, "gapless:http_requests_open") == 2.0, "its answer waits for it"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(15) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import re
@@ -309,3 +310,15 @@ def test_the_first_name_stands_in_answers_that_name_no_model():
     app = make_app(served_model_names=("a", "b"))
     assert post(app, TEXT, {"prompt": "x"}).json()["model"] == "a"
     assert post(app, TEXT, {"prompt": "x", "model": "b"}).json()["model"] == "b"
+
+
+def test_every_key_is_compared_in_constant_time_over_digests_of_one_length(monkeypatch):
+    compared = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
+    app = make_app(api_keys=("first", "second", "third"))
+    for given in ("first", "third", "f", "x" * 5000, ""):
+        compared.clear()
+        call(app, "GET", "/v1/models", headers={"authorization": f"Bearer {given}"})
+        assert len(compared) == 3, "a match does not end the comparison"
+        assert {len(digest) for pair in compared for digest in pair} == {32}
