@@ -31,12 +31,14 @@ endif
 demo: $(READY)
 	$(RUN) -m gapless.cli.main demo --model $(MODEL)
 
-# Tensors in tests are tiny: a second OpenMP thread costs more in waiting than it brings.
+# Tensors in tests are tiny: a second OpenMP thread costs more in waiting than it brings, a second process does not.
+WORKERS = $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo "-n auto --maxprocesses=4")
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS)
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) tests/unit
 
 soak: $(READY)
 	GAPLESS_SOAK=1 $(RUN) -m pytest -m soak --timeout 3600 tests
