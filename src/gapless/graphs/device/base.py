@@ -59,8 +59,8 @@ class GraphDevice(Protocol):
     torch_device: torch.device
     supports_graphs: bool
     num_warmups: int
-    """Warm-up runs each size needs before its capture: two on CUDA, none where recording has no lazy state
-    (the runner then warms up one size per phase, for the model's own lazy state)."""
+    """Warm-up runs before a capture: two on CUDA, of which sizes after the first need only one; none where
+    recording has no lazy state (the runner then warms up one size per phase, for the model's own)."""
 
     def new_pool(self) -> Pool: ...
 
