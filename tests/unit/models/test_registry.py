@@ -14,7 +14,6 @@ from checkpoints import TINY, random_tensors, write_config
 from safetensors.torch import save_file
 
 from gapless.errors import ConfigError, GaplessError, MemoryLimitError, ModelError
-from gapless.models import registry
 from gapless.models.registry import load_model, resolve_dtype
 
 CPU = torch.device("cpu")
