@@ -43,7 +43,7 @@ def test_command_of_the_readme_is_accepted(command):
 
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))))
 def test_flag_of_the_readme_exists(flag):
-    assert any(flag in options_of(command) for command in ("generate", "inspect", "check"))
+    assert any(flag in options_of(command) for command in ("generate", "inspect", "check", "serve", "chat"))
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "unit", "lint", "format", "soak"])

@@ -29,9 +29,12 @@ def make_console(stream: IO[str] | None = None) -> Console:
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The table of steps, then what was captured, what the prefix cache saved, and captures that failed."""
+    """The table of steps, then what was captured, where the start's seconds went, what the prefix cache
+    saved, and captures that failed."""
     console.print(step_table(report))
     console.print(capture_line(report), style="dim")
+    if "startup" in report:
+        console.print(startup_line(report["startup"]["seconds"]), style="dim")
     cache = report.get("prefix_cache")
     if cache is not None:
         console.print(
@@ -91,6 +94,12 @@ def capture_line(report: dict[str, Any]) -> str:
     if memory["driver_bytes"]:
         text += f", driver {mebibytes(memory['driver_bytes'])}"
     return text
+
+
+def startup_line(seconds: dict[str, float]) -> str:
+    """The stages of a start: ``started in 7.2 s: load 1.2, kernels 0.7, cache 0.5, capture 4.3``."""
+    stages = ", ".join(f"{name} {stage:.1f}" for name, stage in seconds.items())
+    return f"started in {sum(seconds.values()):.1f} s: {stages}"
 
 
 def mebibytes(num_bytes: int) -> str:

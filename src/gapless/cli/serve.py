@@ -76,6 +76,17 @@ class ServerOptions:
         float | None,
         _option("--drain-seconds", help="How long requests may go on after SIGTERM (30).", panel="Limits"),
     ] = None
+    health_stale_seconds: Annotated[
+        float | None,
+        _option(
+            "--health-stale-seconds",
+            help="An engine that shows no life for so long makes /health a 503 (30).",
+            panel="Limits",
+        ),
+    ] = None
+    enable_cache_reset: Annotated[
+        bool | None, _option("--enable-cache-reset", help="Offer POST /reset_prefix_cache.")
+    ] = None
     ssl_certfile: Annotated[
         str | None, _option("--ssl-certfile", help="Certificate, for HTTPS.", metavar="FILE")
     ] = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -129,10 +130,9 @@ class _Build:
 
     def run(self) -> ModelRunner:
         plan = self._plan()
-        start = time.perf_counter()
-        num_blocks, estimate = self._size_cache(plan)
-        pool = self._make_cache(num_blocks)
-        self.seconds["cache"] = time.perf_counter() - start - self.seconds.get("kernels", 0.0)
+        with self._stage("cache"):
+            num_blocks, estimate = self._size_cache(plan)
+            pool = self._make_cache(num_blocks)
         limits = self._limits(pool.num_usable_tokens)
         plan = plan.with_limits(
             max_tokens=limits.max_num_tokens,
@@ -145,17 +145,14 @@ class _Build:
         rows = RowGraphs(_row_sizes(plan, limits), log)
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
         self._compile(graphs)
-        start = time.perf_counter()
         if estimate is None:
             self._precompile(_to_capture(graphs, rows, dispatcher))
         else:
             _leave_out(estimate.failures, store, graphs, rows, dispatcher)
-        self._capture(store, graphs, rows, dispatcher)
-        _check_lookup(store, dispatcher, plan)
-        _measure_gaps(graphs, dispatcher)
-        self.seconds["capture"] = time.perf_counter() - start
-        if estimate is None:
-            self.seconds["capture"] -= self.seconds["kernels"]
+        with self._stage("capture"):
+            self._capture(store, graphs, rows, dispatcher)
+            _check_lookup(store, dispatcher, plan)
+            _measure_gaps(graphs, dispatcher)
         startup = {
             "architecture": self.info.architecture,
             "dtype": str(self.info.dtype).removeprefix("torch."),
@@ -170,6 +167,7 @@ class _Build:
         }
         for line in plan.describe():
             logger.info(line)
+        logger.info("start-up: %s", ", ".join(f"{n} {s:.1f} s" for n, s in self.seconds.items()))
         return ModelRunner(
             graphs,
             plan=plan,
@@ -274,20 +272,17 @@ class _Build:
         return work
 
     def _precompile(self, work: list[tuple[GraphRunner, list[BatchDescriptor]]]) -> None:
-        start = time.perf_counter()
-        precompile(work)
-        self.seconds["kernels"] = time.perf_counter() - start
+        with self._stage("kernels"):
+            precompile(work, on_progress=lambda done, total: self._report("kernels", done, total))
 
     def _compile(self, graphs: GraphSet) -> None:
         """Trace the forward where the plan asks for it; once, whether memory is measured first or not."""
         if self.compiled is None or self.compiled.is_compiled:
             return
-        progress = self.progress or (lambda stage, done, total: None)
-        start = time.perf_counter()
-        progress("compile", 0, 1)
-        graphs.compile()
-        progress("compile", 1, 1)
-        self.seconds["compile"] = time.perf_counter() - start
+        with self._stage("compile"):
+            self._report("compile", 0, 1)
+            graphs.compile()
+            self._report("compile", 1, 1)
 
     def _capture(self, store: GraphStore, graphs: GraphSet, rows: RowGraphs, dispatcher: Dispatcher) -> None:
         work = _to_capture(graphs, rows, dispatcher)
@@ -296,12 +291,23 @@ class _Build:
         def on_done(descriptor: BatchDescriptor) -> None:
             nonlocal done
             done += 1
-            if self.progress is not None:
-                self.progress("capture", done, total)
+            self._report("capture", done, total)
 
         with store.capturing():
             for runner, descriptors in work:
                 _drop(runner, runner.capture(descriptors, on_done=on_done), rows, dispatcher)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Time the block as ``name``, without the stages inside it, so that stages add up to the whole."""
+        start, before = time.perf_counter(), sum(self.seconds.values())
+        yield
+        inside = sum(self.seconds.values()) - before
+        self.seconds[name] = time.perf_counter() - start - inside
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total)
 
 
 def _leave_out(

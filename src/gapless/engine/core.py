@@ -97,13 +97,16 @@ class EngineCore:
         params: SamplingParams | None = None,
         *,
         prompt_text: str | None = None,
+        cache_extra: bytes = b"",
     ) -> Request:
-        """Check a request without adding it. Waits until its grammar has been compiled. Raises
-        ``RequestError``."""
+        """Check a request without adding it. Waits until its grammar has been compiled. ``cache_extra`` as
+        in ``Request``. Raises ``RequestError``."""
         if request_id in self._active:
             raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
         params = SamplingParams() if params is None else params
-        return self.intake.make_request(request_id, prompt, params, prompt_text=prompt_text)
+        return self.intake.make_request(
+            request_id, prompt, params, prompt_text=prompt_text, cache_extra=cache_extra
+        )
 
     def add(self, request: Request, *, streams: bool = True) -> list[Sequence]:
         """Queue a prepared request; returns one sequence per choice. ``streams`` false: only its last output

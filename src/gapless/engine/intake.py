@@ -33,7 +33,13 @@ class Intake:
     grammars: GrammarCompiler | None = None
 
     def make_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, prompt_text: str | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        prompt_text: str | None = None,
+        cache_extra: bytes = b"",
     ) -> Request:
         """Raises ``RequestError``. ``prompt_text`` is the text that given token ids came from, for the
         output."""
@@ -74,6 +80,7 @@ class Intake:
             eos_token_ids=eos,
             grammar=grammar,
             grammar_end_ids=end_ids,
+            cache_extra=cache_extra,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

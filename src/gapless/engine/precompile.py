@@ -10,7 +10,7 @@ missed here compiles in its size's warm-up as before. Read ``kernels/launch.py``
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.modes import Strategy
@@ -23,22 +23,33 @@ _ALL_UP_TO = 64
 """Tokens up to which every size is asked; above, one of eight."""
 
 
-def precompile(work: Sequence[tuple[GraphRunner, Sequence[BatchDescriptor]]]) -> None:
+def precompile(
+    work: Sequence[tuple[GraphRunner, Sequence[BatchDescriptor]]],
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Compile what the captures of ``work`` will launch. Does nothing where there is no Triton to ask.
+
+    ``on_progress`` is told how many sizes have been asked, and of the last one when all kernels are compiled.
 
     What goes wrong here (too little memory for a size, say) is left to the captures, which know what to do.
     """
-    todo = [(runner, d) for runner, descriptors in work for d in chosen(descriptors)]
+    todo = [
+        (runner, d)
+        for runner, descriptors in work
+        for d in chosen(descriptors)
+        if runner.strategy is not Strategy.DISABLED
+    ]
     if not todo or not can_compile_ahead(todo[0][0].store.device.torch_device):
         return
     with compiling_ahead():
-        for runner, descriptor in todo:
-            if runner.strategy is Strategy.DISABLED:
-                continue
+        for done, (runner, descriptor) in enumerate(todo):
+            on_progress(done, len(todo))
             try:
                 runner.compile(descriptor)
             except Exception as error:
                 logger.info("kernels of %s %s are compiled later: %s", runner.phase, descriptor, error)
+    on_progress(len(todo), len(todo))
 
 
 def chosen(descriptors: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:

@@ -113,13 +113,6 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.state is SequenceState.FINISHED
 
-    @property
-    def banned_token_ids(self) -> frozenset[int]:
-        """Ids that must not be drawn next: whatever would end the choice before ``min_tokens``."""
-        if self.num_output_tokens < self.request.params.min_tokens:
-            return self.request.stop_token_ids
-        return frozenset()
-
     def append_token(self, token_id: int) -> None:
         """A drawn token has become known."""
         self.token_ids.append(token_id)

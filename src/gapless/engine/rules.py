@@ -3,7 +3,7 @@
 ``RULES`` is the table of features that switch piecewise or breakable graphs off by themselves: *hard* rules
 always hold, *soft* ones yield when the user names a backend or a mode. Features this engine lacks stand in it
 too, so that the plan of a configuration can be asked for (``gapless inspect --feature``) before the feature
-exists; running with one is refused. ``capabilities_for`` puts the facts of model, attention and device
+exists; the engine has no option that asks for one. ``capabilities_for`` puts the facts of model, attention and device
 together. Read ``graphs/plan.py`` next.
 """
 
@@ -46,13 +46,6 @@ class Feature(enum.StrEnum):
     EXPERT_RECORDER = "expert_recorder"
     EXPERT_LOAD_BALANCING = "expert_load_balancing"
 
-
-ENGINE_FEATURES: frozenset[Feature] = frozenset(
-    {Feature.HARDWARE_WITHOUT_GRAPHS, Feature.DENIED_ARCHITECTURE}
-)
-"""Features a running engine may have. The two are facts of the device and the model, not something to switch
-on.
-"""
 
 DENIED_ARCHITECTURES = frozenset({"DeepseekV32ForCausalLM"})
 """Architectures whose forward piecewise graphs are known to get wrong."""
@@ -106,16 +99,6 @@ def parse_features(names: Iterable[str]) -> frozenset[Feature]:
         except ValueError:
             raise ConfigError(f"unknown feature {name!r}; known: {', '.join(Feature)}") from None
     return frozenset(features)
-
-
-def refuse_missing_features(features: Iterable[Feature]) -> None:
-    """Raise ``ConfigError`` for features that the planner knows and this engine does not have."""
-    missing = sorted(set(features) - ENGINE_FEATURES)
-    if missing:
-        raise ConfigError(
-            f"this engine has no {', '.join(missing)}; `gapless inspect --feature {missing[0]}` shows what "
-            "the plan would be"
-        )
 
 
 def refuse_missing_options(env: Env) -> None:

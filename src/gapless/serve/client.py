@@ -48,6 +48,9 @@ class EngineClient(Protocol):
     async def report(self) -> dict[str, Any]:
         """The report schema of ``graphs/report.py``."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Returns once no later request finds what is cached now."""
+
     def stats(self) -> dict[str, Any]:
         """The last statistics the engine sent; see ``stats.py`` for the fields."""
 

@@ -39,6 +39,7 @@ from gapless.serve.messages import (
     Heartbeat,
     Query,
     Refused,
+    ResetPrefixCache,
     Shutdown,
     StepOutput,
     ToEngine,
@@ -148,6 +149,9 @@ class EngineLoop:
             case Query():
                 value = self._report() if message.what == "report" else dict(self.stats())
                 self._channel.send(Answer(message.query_id, value))
+            case ResetPrefixCache():
+                self._core.reset_prefix_cache()
+                self._channel.send(Answer(message.query_id, {}))
             case Shutdown():
                 deadline_s = self._clock() + message.drain_s
                 self._deadline_s = min(deadline_s, self._deadline_s or deadline_s)
@@ -162,7 +166,7 @@ class EngineLoop:
                 return
             if compiling is not None:
                 compiling.result()  # what has failed is forgotten, and would be compiled anew
-            self._add(message.request_id, message.prompt_token_ids, params, streams=message.stream)
+            self._add(message, params, streams=message.stream)
         except RequestError as error:
             self._refuse(message.request_id, str(error))
         except Exception as error:  # a bug, of a tokenizer for instance: this request fails, others go on
@@ -205,14 +209,15 @@ class EngineLoop:
     def _start_embedding(self, message: EmbedRequest) -> None:
         """A request for one token that nobody sees; it batches with all others."""
         try:
-            self._add(message.request_id, message.prompt_token_ids, _EMBEDDING, streams=False)
+            self._add(message, _EMBEDDING, streams=False)
         except RequestError as error:
             self._refuse(message.request_id, str(error))
         else:
             self._embedding_ids.add(message.request_id)
 
-    def _add(self, request_id: str, prompt: list[int], params: SamplingParams, *, streams: bool) -> None:
-        request = self._core.prepare(request_id, prompt, params)
+    def _add(self, message: GenerateRequest | EmbedRequest, params: SamplingParams, *, streams: bool) -> None:
+        prompt = message.prompt_token_ids
+        request = self._core.prepare(message.request_id, prompt, params, cache_extra=message.cache_extra)
         sequences = self._core.add(request, streams=streams)
         self._counters.prompt_tokens += len(prompt)
         self._queue.append((sequences[0], self._clock()))

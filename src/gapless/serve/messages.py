@@ -21,7 +21,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
 
     ``params``: fields of ``SamplingParams`` that are not at their default. ``stream`` false: only the last
     delta of each choice is sent, with all of it. ``prompt_logprobs`` k asks for the log-probabilities of the
-    prompt's own tokens and of the k best beside them. ``grammar`` constrains the text.
+    prompt's own tokens and of the k best beside them. ``grammar`` constrains the text. Requests with another
+    ``cache_extra`` share no cached prefix with this one.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
     stream: bool = True
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    cache_extra: bytes = b""
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class EmbedRequest(msgspec.Struct, tag="embed", frozen=True, kw_only=True):
 
     request_id: str
     prompt_token_ids: list[int]
+    cache_extra: bytes = b""
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True, kw_only=True):
@@ -59,13 +62,19 @@ class Query(msgspec.Struct, tag="query", frozen=True, kw_only=True):
     what: Literal["report", "stats"]
 
 
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True, kw_only=True):
+    """Forget all cached prefixes. Answered by ``Answer``, once it is done."""
+
+    query_id: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, kw_only=True):
     """Finish what runs within ``drain_s`` seconds, abort the rest, end the process."""
 
     drain_s: float
 
 
-ToEngine = GenerateRequest | EmbedRequest | AbortRequest | Query | Shutdown
+ToEngine = GenerateRequest | EmbedRequest | AbortRequest | Query | ResetPrefixCache | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):

@@ -26,6 +26,7 @@ _SERVER_ALIASES = {
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
     "drain_seconds": "drain_s",
+    "health_stale_seconds": "health_stale_s",
 }
 """Names of flags that differ from the field's."""
 _SERVER_FIELDS = tuple(field.name for field in dataclasses.fields(ServerSettings))

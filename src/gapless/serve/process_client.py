@@ -37,6 +37,7 @@ from gapless.serve.messages import (
     Query,
     Ready,
     Refused,
+    ResetPrefixCache,
     Shutdown,
     StepOutput,
     ToEngine,
@@ -191,14 +192,10 @@ class ProcessClient:
         return self._stats
 
     async def report(self) -> dict[str, Any]:
-        self._require_alive()
-        query_id = next(self._query_ids)
-        future = self._queries[query_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(Query(query_id=query_id, what="report"))
-            return await future
-        finally:
-            self._queries.pop(query_id, None)
+        return await self._ask(Query(query_id=next(self._query_ids), what="report"))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(ResetPrefixCache(query_id=next(self._query_ids)))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Delta]]:
         request_id = request.request_id
@@ -223,6 +220,15 @@ class ProcessClient:
         finally:
             del self._embeddings[request.request_id]
             self._leave(1)
+
+    async def _ask(self, query: Query | ResetPrefixCache) -> dict[str, Any]:
+        self._require_alive()
+        future = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(query)
+            return await future
+        finally:
+            self._queries.pop(query.query_id, None)
 
     def _admit(self, request_id: str, num_choices: int) -> None:
         if self._is_draining and self._death is None:

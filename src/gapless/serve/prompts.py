@@ -7,6 +7,7 @@ long prompt does not hold up the streams of others. Read ``sampling.py`` for the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,11 @@ async def encode_chat(
             f"the chat template refuses these messages: {error}", param="messages", code="invalid_value"
         ) from None
     return await encode_text(context, text, add_special_tokens=add_special_tokens)
+
+
+def cache_extra_of(cache_salt: str | None) -> bytes:
+    """What keeps a request's cached prefix apart: nothing, or a digest of the caller's salt."""
+    return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()
 
 
 def check_ids(context: ServeContext, token_ids: list[int], *, name: str) -> None:

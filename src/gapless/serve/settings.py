@@ -19,6 +19,7 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3", "mistral"]
 
 _MAX_PORT = 65535
+_MAX_SECONDS = 86400
 _SECRETS = ("api_keys",)
 
 
@@ -48,6 +49,10 @@ class ServerSettings:
     """Most choices of one request."""
     drain_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
+    health_stale_s: float = 30.0
+    """Without life in the engine's loop for so long, ``/health`` is a 503. Longer than any step takes."""
+    enable_cache_reset: bool = False
+    """Whether there is ``POST /reset_prefix_cache``."""
     access_log: AccessLog = "json"
     log_level: LogLevel = "info"
     ssl_certfile: str | None = None
@@ -64,8 +69,10 @@ class ServerSettings:
         _check_int("--max-queued-requests", self.max_queued_requests, 1, 2**20)
         _check_int("--max-body-bytes", self.max_body_bytes, 1024, 2**31)
         _check_int("--max-n", self.max_n, 1, 128)
-        if not isinstance(self.drain_s, (int, float)) or not 0 <= self.drain_s <= 86400:
-            raise ConfigError(f"--drain-seconds={self.drain_s}: must be between 0 and 86400")
+        _check_seconds("--drain-seconds", self.drain_s, 0)
+        _check_seconds("--health-stale-seconds", self.health_stale_s, 1)
+        if not isinstance(self.enable_cache_reset, bool):
+            raise ConfigError(f"--enable-cache-reset={self.enable_cache_reset!r}: must be true or false")
         _check_choice("--tool-call-parser", self.tool_call_parser, get_args(ToolCallParser))
         _check_choice("--access-log", self.access_log, get_args(AccessLog))
         _check_choice("--log-level", self.log_level, get_args(LogLevel))
@@ -100,6 +107,11 @@ def _check_int(flag: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{flag}={value!r}: must be an integer")
     if not low <= value <= high:
         raise ConfigError(f"{flag}={value}: must be between {low} and {high}")
+
+
+def _check_seconds(flag: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= _MAX_SECONDS:
+        raise ConfigError(f"{flag}={value}: must be between {low} and {_MAX_SECONDS}")
 
 
 def _check_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ import io
 import pytest
 from cli_fakes import REPORT
 
-from gapless.cli.render import capture_line, make_console, plan_lines, print_report, sizes_text
+from gapless.cli.render import capture_line, make_console, plan_lines, print_report, sizes_text, startup_line
 
 
 @pytest.fixture
@@ -84,6 +84,14 @@ def test_capture_line_names_driver_memory_only_where_there_is_some():
     assert capture_line(REPORT) == "3 graphs captured in 1.2 s, pool 3.0 MiB"
     memory = {**REPORT["memory"], "driver_bytes": 2**20}
     assert capture_line({**REPORT, "memory": memory}).endswith("driver 1.0 MiB")
+
+
+def test_the_stages_of_the_start_are_shown_where_an_engine_started(text_of):
+    seconds = {"load": 1.157, "kernels": 0.725, "cache": 0.545, "capture": 4.264}
+    line = "started in 6.7 s: load 1.2, kernels 0.7, cache 0.5, capture 4.3"
+    assert startup_line(seconds) == line
+    assert line in text_of({**REPORT, "startup": {"seconds": seconds}})
+    assert "started in" not in text_of(REPORT)
 
 
 def test_plan_shows_what_changed_and_keeps_the_defaults_quiet():

@@ -430,14 +430,6 @@ class TestText:
         (choice,) = drain(core)["a"].outputs
         assert choice.text == "a.b"
 
-    def test_min_tokens_bans_what_would_end_the_choice_until_then(self):
-        core, runner, _ = text_core("hello")
-        bans = []
-        runner.before_execute = lambda batch: bans.append(set(batch.entries[0].sequence.banned_token_ids))
-        core.add_request("a", "x", SamplingParams(min_tokens=2, max_tokens=4, stop_token_ids=[9]))
-        drain(core)
-        assert bans == [{1, 9}, {1, 9}, set(), set()]
-
     def test_logprobs_come_one_per_token_with_their_text(self):
         core, _, tokens = text_core("hello")
         core.add_request("a", "x", SamplingParams(logprobs=2, max_tokens=2))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import click
 import pytest
+import typer
 
 from gapless.attention.registry import known_backends
+from gapless.cli.main import app
+from gapless.config import EngineConfig
 from gapless.engine.rules import (
     DENIED_ARCHITECTURES,
-    ENGINE_FEATURES,
     RULES,
     Feature,
     capabilities_for,
@@ -17,13 +20,13 @@ from gapless.engine.rules import (
     model_features,
     parse_features,
     prefill_max_cap,
-    refuse_missing_features,
     refuse_missing_options,
 )
 from gapless.env import Env
 from gapless.errors import ConfigError
 from gapless.graphs.capabilities import BackendSupport
 from gapless.graphs.modes import AttentionSupport, GraphMode, Phase, Strategy
+from gapless.llm import LLM
 from gapless.graphs.plan import GraphRequest, resolve
 
 HARD = {Feature.HARDWARE_WITHOUT_GRAPHS, Feature.PIPELINE_PARALLEL, Feature.MOE_ALL_TO_ALL}
@@ -174,15 +177,27 @@ def test_the_default_prefill_maximum_is_capped_by_the_kind_of_model(info, facts,
     assert plan.prefill.ladder.largest == largest
 
 
-@pytest.mark.parametrize("feature", sorted(set(Feature) - ENGINE_FEATURES))
-def test_asking_the_engine_for_a_feature_it_lacks_is_an_error_naming_it(feature):
-    with pytest.raises(ConfigError, match=f"no {feature};"):
-        refuse_missing_features({feature})
-
-
-@pytest.mark.parametrize("features", [set(), ENGINE_FEATURES])
-def test_features_the_engine_has_are_not_refused(features):
-    refuse_missing_features(features)
+@pytest.mark.parametrize(
+    "option",
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "speculative_config",
+        "enable_lora",
+        "kv_transfer_config",
+    ],
+)
+def test_asking_the_engine_for_a_feature_it_lacks_is_an_error_naming_it(option, tmp_path):
+    with pytest.raises(ConfigError, match=f"no option {option}=2"):
+        LLM(model=str(tmp_path), **{option: 2})
+    with pytest.raises(ConfigError, match=f"unknown option '{option}' from the config file"):
+        EngineConfig.from_sources(python={"model": "x"}, config_file={option: 2})
+    flag = "--" + option.replace("_", "-")
+    for command in ("generate", "serve"):
+        with pytest.raises(click.UsageError, match=f"No such option.*{flag}"):
+            typer.main.get_command(app).commands[command].make_context(command, ["--model", "x", flag, "2"])
 
 
 def test_features_are_read_by_name_and_an_unknown_one_lists_what_exists():

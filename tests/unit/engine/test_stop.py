@@ -57,29 +57,6 @@ def test_a_choice_ends_by_eos_stop_token_or_length(tokens, params, finish, count
     assert finish_after(tokens, **params) == (finish, count)
 
 
-def test_tokens_that_would_end_the_choice_are_banned_until_min_tokens():
-    sequence = make_sequence([1], stop=frozenset({EOS, 6}))
-    request = sequence.request
-    assert sequence.banned_token_ids == frozenset()
-    params = SamplingParams(min_tokens=2, detokenize=False)
-    (sequence,) = make_sequences(
-        Request(
-            request_id="r",
-            prompt=None,
-            prompt_token_ids=(1,),
-            params=params,
-            max_total_tokens=10,
-            stop_token_ids=request.stop_token_ids,
-        ),
-        base_seed=0,
-    )
-    banned = []
-    for token in (5, 5, 5):
-        banned.append(sequence.banned_token_ids)
-        sequence.append_token(token)
-    assert banned == [{EOS, 6}, {EOS, 6}, frozenset()]
-
-
 def feed_all(
     pieces: list[str], stops: tuple[str, ...], *, include: bool = False
 ) -> tuple[str, str | None, list[str]]:

@@ -134,6 +134,7 @@ class FakeClient:
         self.is_healthy, self.is_draining = True, False
         self.age_s: float | None = 0.0
         self.statistics: dict[str, Any] = {}
+        self.num_resets = 0
         self.vector = [0.5, -1.0, 0.25]
         self.embed_script: list[Any] = []
         facts: dict[str, Any] = {
@@ -187,6 +188,9 @@ class FakeClient:
 
     async def report(self) -> dict[str, Any]:
         return {"steps": [], "eager": []}
+
+    async def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def stats(self) -> dict[str, Any]:
         return self.statistics

@@ -28,6 +28,16 @@ class TextPart(Strict):
     text: str | None = None
     refusal: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise ValueError(
+                f"content parts of type {kind[:40]!r} are not supported: this model reads text only"
+            )
+        return data
+
     @model_validator(mode="after")
     def _has_its_text(self) -> TextPart:
         if getattr(self, self.type) is None:
@@ -204,12 +214,16 @@ class ChatRequest(GenerationRequest):
             if tool.function.name in names:
                 raise ValueError(f"tools has two functions with the name {tool.function.name!r}")
             names.add(tool.function.name)
-        if self.tool_choice in (None, "none") or not isinstance(self.tool_choice, (str, NamedTool)):
+        if self.tool_choice in (None, "none"):
             return
         if not names:
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+        if self.tool_choice == "auto":
+            return  # the format binds the text, and calls in it are found as always
         has_grammar = self.structured_outputs is not None or self.regex is not None
         if has_grammar or (self.response_format is not None and self.response_format.type != "text"):
-            raise ValueError("an answer cannot be bound to a format and call tools: set tool_choice to none")
+            raise ValueError(
+                "tool_choice forces a call, so no other format can bind the answer: give only one"
+            )

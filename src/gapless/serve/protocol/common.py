@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 T = TypeVar("T")
 
@@ -23,6 +23,9 @@ class _FirstOnly(FailFast):
 
 FirstFault = Annotated[list[T], _FirstOnly()]
 """A list of which only the first wrong item is told: a million of them would take gigabytes to describe."""
+CacheSalt = Annotated[str, Field(min_length=1)]
+"""Requests that name different ones share no cached prefix, so none can learn from its speed what another
+has sent."""
 MAX_FIELDS = 256
 """Names in one object. No object here has half as many; of more, each would be an error of its own."""
 

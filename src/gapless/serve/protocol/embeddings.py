@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from gapless.serve.protocol.common import IGNORED, EndpointRequest
+from gapless.serve.protocol.common import IGNORED, CacheSalt, EndpointRequest
 from gapless.serve.protocol.completions import PROMPT_SCHEMA, as_prompt_list
 
 Inputs = Annotated[
@@ -25,3 +25,4 @@ class EmbeddingRequest(EndpointRequest):
     dimensions: int | None = None
     """Only the model's own number: cutting a vector is right only for models trained for it."""
     add_special_tokens: bool = True
+    cache_salt: CacheSalt | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from gapless.serve.protocol.common import EndpointRequest, FirstFault, Strict
+from gapless.serve.protocol.common import CacheSalt, EndpointRequest, FirstFault, Strict
 
 
 def _as_stop(value: Any) -> list[str]:
@@ -106,6 +106,7 @@ class GenerationRequest(EndpointRequest):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: CacheSalt | None = None
     regex: str | None = None
     """The whole text matches it; the same as ``structured_outputs.regex``."""
 

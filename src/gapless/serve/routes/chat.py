@@ -12,7 +12,7 @@ from gapless.serve.context import ServeContext, new_id, now
 from gapless.serve.deltas import deltas_of, unless_gone
 from gapless.serve.messages import GenerateRequest
 from gapless.serve.metrics import RequestClock
-from gapless.serve.prompts import check_ids, check_length, encode_chat
+from gapless.serve.prompts import cache_extra_of, check_ids, check_length, encode_chat
 from gapless.serve.protocol.chat import ChatRequest, NamedTool
 from gapless.serve.routes.documented import takes
 from gapless.serve.routes.replies import json_reply
@@ -64,6 +64,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             prompt_token_ids=token_ids,
             params=params,
             grammar=forced_call_grammar(request) or grammar_of(request),
+            cache_extra=cache_extra_of(request.cache_salt),
         )
         clock.num_prompt_tokens = [len(token_ids)]
         deltas = deltas_of(context.client, [generate], clock=clock)

@@ -11,7 +11,7 @@ from gapless.serve.deltas import deltas_of, unless_gone
 from gapless.serve.errors import ApiError
 from gapless.serve.messages import GenerateRequest
 from gapless.serve.metrics import RequestClock
-from gapless.serve.prompts import check_length, encode_prompt
+from gapless.serve.prompts import cache_extra_of, check_length, encode_prompt
 from gapless.serve.protocol.completions import CompletionRequest
 from gapless.serve.routes.documented import takes
 from gapless.serve.routes.replies import json_reply
@@ -54,6 +54,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             drops_text=request.max_tokens == 0,
         )
         grammar = grammar_of(request)
+        cache_extra = cache_extra_of(request.cache_salt)
         requests = [
             GenerateRequest(
                 request_id=f"{format.id}-{number}",
@@ -61,6 +62,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 params=params,
                 prompt_logprobs=request.logprobs if request.echo else None,
                 grammar=grammar,
+                cache_extra=cache_extra,
             )
             for number, token_ids in enumerate(prompts)
         ]

@@ -13,7 +13,7 @@ from gapless.serve.context import ServeContext, new_id, now
 from gapless.serve.deltas import cancel, unless_gone
 from gapless.serve.errors import ApiError
 from gapless.serve.messages import EmbedRequest
-from gapless.serve.prompts import encode_prompt
+from gapless.serve.prompts import cache_extra_of, encode_prompt
 from gapless.serve.protocol.embeddings import EmbeddingRequest
 from gapless.serve.responses import EmbeddingData, EmbeddingList, Usage
 from gapless.serve.routes.documented import takes
@@ -37,8 +37,11 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 code="context_length_exceeded",
             )
         reply_id = new_id("embd-")
+        cache_extra = cache_extra_of(request.cache_salt)
         requests = [
-            EmbedRequest(request_id=f"{reply_id}-{number}", prompt_token_ids=token_ids)
+            EmbedRequest(
+                request_id=f"{reply_id}-{number}", prompt_token_ids=token_ids, cache_extra=cache_extra
+            )
             for number, token_ids in enumerate(prompts)
         ]
         vectors = await unless_gone(http.receive, _embed_all(context, requests))

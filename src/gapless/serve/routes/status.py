@@ -1,7 +1,7 @@
 """What is served and how it fares: models, health, metrics, configuration, version.
 
 Health looks at the engine's loop, not at this process: 503 once the engine is gone or has shown no life for
-``STALE_S`` while it has work.
+``health_stale_s``. One endpoint acts: it empties the prefix cache, where the operator has asked for it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from gapless.serve.exposition import CONTENT_TYPE, Exposition
 from gapless.serve.responses import ModelCard, ModelList
 from gapless.serve.routes.replies import json_reply
 from gapless.serve.version import version
-
-STALE_S = 30.0
-"""Longer than any step takes; a step that long means that the device hangs."""
 
 
 def add_routes(app: FastAPI, context: ServeContext) -> None:
@@ -40,14 +37,17 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             raise unknown_model(model_id)
         return json_reply(card(model_id))
 
+    @app.head("/health", tags=["status"])
     @app.get("/health", tags=["status"])
     async def health() -> Response:
         age_s = client.step_age_s()
         if not client.is_healthy:
-            raise _unhealthy("the engine has stopped")
+            raise _unhealthy(
+                "the server is shutting down" if client.is_draining else "the engine has stopped"
+            )
         if age_s is None:
             raise _unhealthy("the engine is not ready yet")
-        if age_s > STALE_S:
+        if age_s > context.settings.health_stale_s:
             raise _unhealthy(f"the engine's loop has shown no life for {age_s:.0f} seconds")
         return json_reply({"status": "ok", "step_age_s": round(age_s, 3)})
 
@@ -79,6 +79,14 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 "report": report,
             }
         )
+
+    if context.settings.enable_cache_reset:
+
+        @app.post("/reset_prefix_cache", tags=["status"])
+        async def reset_prefix_cache(http: Request) -> Response:
+            """Forget all cached prefixes, those of running requests included."""
+            await unless_gone(http.receive, client.reset_prefix_cache())
+            return Response()
 
 
 def _unhealthy(message: str) -> ApiError:
