@@ -4,36 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytest.importorskip("xgrammar")
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 300,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 256,
-}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
@@ -42,43 +19,9 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
 
-def write_model(folder: Path) -> None:
-    """A byte a token, then EOS."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "chat_template": template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-
-
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("structured")
-    write_model(folder)
-    log = folder / "log"
-    options = ["--load-format", "dummy", "--enforce-eager", "--kv-cache-tokens", "4096", "--port", "0"]
-    command = [sys.executable, "-m", "gapless.launch_server", f"--model-path={folder}", *options]
-    with log.open("w") as file:
-        process = subprocess.Popen([*command, "--served-model-name", "tiny"], stderr=file)
-    try:
-        deadline = time.monotonic() + 120
-        while (found := re.search(r"serving at (\S+)", log.read_text())) is None:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait(30)
+def url(tiny_url: str) -> str:
+    return tiny_url
 
 
 def chat(url: str, **fields: Any) -> httpx.Response:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.launch import launch
+from gapless.kernels.launch import Constants, launch
 from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, choose, token_bucket
 from gapless.kernels.select import launch_options
 
@@ -107,31 +107,37 @@ def compile_products(matrices: Iterable[Matrices]) -> None:
 
 def _arguments(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tensor, tiles: Tiles, *, is_gated: bool
-) -> tuple[Any, list[Any], dict[str, Any]]:
+) -> tuple[Any, list[Any], Constants]:
     """The kernel, its arguments and its constants."""
     assert x_TI.stride(1) == weight_OI.stride(1) == 1
     num_tokens, num_out = out_TO.shape
     bias_or_any = weight_OI if bias_O is None else bias_O
     args = [x_TI, weight_OI, bias_or_any, out_TO, x_TI.stride(0), weight_OI.stride(0), num_out]
+    if tiles.on_tensor_cores:
+        args.append(num_tokens)
+        num_tokens = max(token_bucket(num_tokens), 8)
+    constants = _constants(tiles, num_tokens, x_TI.shape[1], is_gated, bias_O is not None, x_TI.device)
+    return _kernels().tile_kernel if tiles.on_tensor_cores else _kernels().gemv_kernel, args, constants
+
+
+@functools.cache
+def _constants(
+    tiles: Tiles, num_tokens: int, num_in: int, is_gated: bool, has_bias: bool, device: torch.device
+) -> Constants:
     constants: dict[str, Any] = {
-        "NUM_IN": x_TI.shape[1],
+        "NUM_IN": num_in,
         "BLOCK_O": tiles.block_o,
         "BLOCK_I": tiles.block_i,
         "NUM_EARLY": tiles.num_early,
         "IS_GATED": is_gated,
-        "HAS_BIAS": bias_O is not None,
+        "HAS_BIAS": has_bias,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        **launch_options(x_TI.device),
+        **launch_options(device),
     }
     if not tiles.on_tensor_cores:
-        return _kernels().gemv_kernel, args, {**constants, "NUM_TOKENS": num_tokens}
-    constants |= {
-        "TOKENS_PAD": max(token_bucket(num_tokens), 8),
-        "SPLIT": tiles.split,
-        "PREFETCH": tiles.prefetch,
-    }
-    return _kernels().tile_kernel, [*args, num_tokens], constants
+        return Constants(**constants, NUM_TOKENS=num_tokens)
+    return Constants(**constants, TOKENS_PAD=num_tokens, SPLIT=tiles.split, PREFETCH=tiles.prefetch)
 
 
 def _choose(x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Tiles | None:

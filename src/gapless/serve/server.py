@@ -74,7 +74,10 @@ async def _serve(
     open_engine: EngineOpener, make_app: MakeApp, settings: ServerSettings, announce: Announcements
 ) -> int:
     client = ProcessClient(
-        open_engine, max_queued_requests=settings.max_queued_requests, log_level=settings.log_level
+        open_engine,
+        max_queued_requests=settings.max_queued_requests,
+        log_level=settings.log_level,
+        stalled_after_s=settings.health_stale_s,
     )
     with _bound_socket(settings) as listener, _StopSignals() as stop:
         if not await _started(client, stop, announce):

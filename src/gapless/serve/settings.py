@@ -19,7 +19,6 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3", "mistral"]
 
 _MAX_PORT = 65535
-_MAX_SECONDS = 86400
 _SECRETS = ("api_keys",)
 
 
@@ -69,8 +68,8 @@ class ServerSettings:
         _check_int("--max-queued-requests", self.max_queued_requests, 1, 2**20)
         _check_int("--max-body-bytes", self.max_body_bytes, 1024, 2**31)
         _check_int("--max-n", self.max_n, 1, 128)
-        _check_seconds("--drain-seconds", self.drain_s, 0)
-        _check_seconds("--health-stale-seconds", self.health_stale_s, 1)
+        _check_seconds("--drain-seconds", self.drain_s, 0, 86400)
+        _check_seconds("--health-stale-seconds", self.health_stale_s, 1, 600)
         if not isinstance(self.enable_cache_reset, bool):
             raise ConfigError(f"--enable-cache-reset={self.enable_cache_reset!r}: must be true or false")
         _check_choice("--tool-call-parser", self.tool_call_parser, get_args(ToolCallParser))
@@ -109,9 +108,9 @@ def _check_int(flag: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{flag}={value}: must be between {low} and {high}")
 
 
-def _check_seconds(flag: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= _MAX_SECONDS:
-        raise ConfigError(f"{flag}={value}: must be between {low} and {_MAX_SECONDS}")
+def _check_seconds(flag: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{flag}={value}: must be between {low} and {high}")
 
 
 def _check_choice(flag: str, value: object, choices: tuple[str, ...]) -> None:

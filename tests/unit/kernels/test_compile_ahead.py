@@ -81,8 +81,13 @@ def test_every_runner_runs_on_its_chosen_sizes_and_a_failing_size_stops_nothing(
     monkeypatch.setattr("gapless.engine.precompile.can_compile_ahead", lambda device: True)
     first, second = FakeRunner(failing=(4096,)), FakeRunner(strategy=Strategy.DISABLED)
     third = FakeRunner()
-    precompile([(first, sizes(4096, 8, 16)), (second, sizes(8)), (third, sizes(1))])  # type: ignore[list-item]
+    seen: list[tuple[int, int]] = []
+    precompile(
+        [(first, sizes(4096, 8, 16)), (second, sizes(8)), (third, sizes(1))],  # type: ignore[list-item]
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
     assert (first.ran, second.ran, third.ran) == ([8, 16, 4096], [], [1])
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_nothing_runs_where_nothing_can_be_compiled() -> None:

@@ -41,14 +41,14 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
     @app.get("/health", tags=["status"])
     async def health() -> Response:
         age_s = client.step_age_s()
-        if not client.is_healthy:
-            raise _unhealthy(
-                "the server is shutting down" if client.is_draining else "the engine has stopped"
-            )
+        if client.is_draining:
+            raise _unhealthy("the server is shutting down")
         if age_s is None:
             raise _unhealthy("the engine is not ready yet")
         if age_s > context.settings.health_stale_s:
             raise _unhealthy(f"the engine's loop has shown no life for {age_s:.0f} seconds")
+        if not client.is_healthy:
+            raise _unhealthy("the engine has stopped")
         return json_reply({"status": "ok", "step_age_s": round(age_s, 3)})
 
     @app.get("/metrics", tags=["status"])
