@@ -3,8 +3,8 @@
 ``RULES`` is the table of features that switch piecewise or breakable graphs off by themselves: *hard* rules
 always hold, *soft* ones yield when the user names a backend or a mode. Features this engine lacks stand in it
 too, so that the plan of a configuration can be asked for (``gapless inspect --feature``) before the feature
-exists; the engine has no option that asks for one. ``capabilities_for`` puts the facts of model, attention and device
-together. Read ``graphs/plan.py`` next.
+exists; the engine has no option that asks for one. ``capabilities_for`` puts the facts of model, attention
+and device together. Read ``graphs/plan.py`` next.
 """
 
 from __future__ import annotations

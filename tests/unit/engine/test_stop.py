@@ -7,7 +7,6 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import make_sequence
 
 from gapless.engine.request import Request, make_sequences
 from gapless.engine.stop import Finish, StopStrings, finish_of_token
