@@ -179,6 +179,23 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
+def test_a_full_queue_is_429_with_the_time_to_wait_and_takes_requests_again(tmp_path):
+    options = {"engine": {"step_s": 0.005, "max_num_reqs": 2}, "settings": {"max_queued_requests": 3}}
+    with running(tmp_path, **options) as server, ThreadPoolExecutor(20) as pool:
+        futures = [pool.submit(server.complete, i + 1, 100) for i in range(20)]
+        answers = [future.result() for future in futures]
+        refused = [response for response in answers if response.status_code == 429]
+        served = [response for response in answers if response.status_code == 200]
+        assert len(refused) + len(served) == 20
+        assert len(served) >= 5, "two run, three wait"
+        assert refused
+        for response in refused:
+            assert int(response.headers["retry-after"]) >= 1
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert server.complete(1, 5, stream=True).status_code == 200, "there is room again"
+
+
 def test_a_reader_that_takes_nothing_does_not_hold_up_the_end(tmp_path):
     fields = {"prompt": [1], "n": 16, "max_tokens": 1000, "stream": True, "temperature": 0, "logprobs": 20}
     body = json.dumps(fields)

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from gapless.errors import GaplessError, RequestError
 from gapless.serve.client import EngineBusyError, EngineDeadError, EngineDrainingError
+from gapless.serve.protocol.common import PARTS_BRANCH, TEXT_BRANCH
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -161,6 +162,8 @@ def _path_of(location: tuple[int | str, ...]) -> str | None:
     """``messages[0].role``; names of union branches, which pydantic adds, are left out."""
     path = ""
     for part in location:
+        if part in (TEXT_BRANCH, PARTS_BRANCH):
+            continue
         if isinstance(part, int):
             path += f"[{part}]"
         elif not re.fullmatch(r"[\w.\-]{1,64}", part):

@@ -122,6 +122,19 @@ def test_sampling_fields_reach_the_engine(fields, params):
     assert [request.params for request in client.requests] == [{"max_tokens": 50, **params}] * 2
 
 
+def test_a_salt_reaches_the_engine_as_a_digest_and_the_same_one_each_time():
+    client = FakeClient()
+    for salt in ("a", "a", "b", "ü" * 9999):
+        chat(client, extra_body={"cache_salt": salt})
+    complete(client, extra_body={"cache_salt": "a"})
+    ask(client, lambda api: api.embeddings.create(model=MODEL, input="x", extra_body={"cache_salt": "a"}))
+    extras = [request.cache_extra for request in client.requests]
+    assert {len(extra) for extra in extras} == {32}
+    assert [extras.index(extra) for extra in extras] == [0, 0, 2, 3, 0, 0]
+    chat(client)
+    assert client.requests[-1].cache_extra == b""
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_both_names_of_the_token_limit(name):
     client = FakeClient()

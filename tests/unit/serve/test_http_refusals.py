@@ -184,6 +184,29 @@ def test_bad_messages_are_refused(fields):
     assert response.json()["error"]["param"].startswith("messages")
 
 
+@pytest.mark.parametrize(
+    ("content", "path", "words"),
+    [
+        (
+            [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "x"}}],
+            "[1]",
+            "'image_url'",
+        ),
+        ([{"type": "input_audio", "input_audio": {}}], "[0]", "'input_audio'"),
+        ([{"type": "text"}], "[0]", "needs the field 'text'"),
+        ([{"type": "text", "text": "x", "size": 1}], "[0].size", "unknown or unsupported"),
+        ([{"type": "text", "text": 5}], "[0].text", "valid string"),
+        (["x"], "[0]", "valid dictionary"),
+        (5, "", "valid string"),
+    ],
+    ids=str,
+)
+def test_the_part_of_a_message_that_is_wrong_is_named(content, path, words):
+    response = post(make_app(), CHAT, chat_body(messages=[{"role": "user", "content": content}]))
+    assert words in refused(response)
+    assert response.json()["error"]["param"] == "messages[0].content" + path
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -208,6 +231,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "name"),
         ({"tools": [{"type": "retrieval"}]}, "type"),
         ({"tools": [TOOL], "tool_choice": "required", "regex": "x"}, "tool_choice"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 7}, "cache_salt"),
         ({"regex": "x", "response_format": {"type": "json_object"}}, "regex"),
     ],
     ids=lambda value: str(value)[:50],

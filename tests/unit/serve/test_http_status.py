@@ -95,6 +95,36 @@ def test_health_follows_the_engines_loop(is_healthy, age_s, status):
     assert ("error" in response.json()) == (status == 503)
 
 
+@pytest.mark.parametrize("limit_s", [1, 600])
+def test_the_age_at_which_health_turns_red_is_an_option(limit_s):
+    client = FakeClient()
+    app = make_app(client, health_stale_s=limit_s)
+    for client.age_s, status in ((limit_s - 0.5, 200), (limit_s + 0.5, 503)):
+        assert call(app, "GET", "/health").status_code == status
+        assert call(app, "HEAD", "/health").status_code == status
+
+
+def test_health_says_why_it_is_red():
+    client = FakeClient()
+    client.is_healthy, client.is_draining = False, True
+    assert "shutting down" in call(make_app(client), "GET", "/health").text
+    client.is_draining, client.age_s = False, 45.0
+    assert "no life for 45 seconds" in call(make_app(client), "GET", "/health").text
+    client.age_s = 0.1
+    assert "has stopped" in call(make_app(client), "GET", "/health").text
+
+
+def test_the_prefix_cache_is_reset_where_that_is_enabled_and_with_the_key():
+    client = FakeClient()
+    assert post(make_app(client), "/reset_prefix_cache").status_code == 404
+    app = make_app(client, enable_cache_reset=True, api_keys=("secret",))
+    assert post(app, "/reset_prefix_cache").status_code == 401
+    assert call(app, "GET", "/reset_prefix_cache", headers=bearer("secret")).status_code == 405
+    assert client.num_resets == 0
+    response = post(app, "/reset_prefix_cache", headers=bearer("secret"))
+    assert (response.status_code, response.content, client.num_resets) == (200, b"", 1)
+
+
 def statistics() -> dict:
     queue, steps = Histogram([0.1, 1.0]), Histogram([0.1])
     queue.observe(0.05)

@@ -62,6 +62,19 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
+def test_a_reset_of_the_prefix_cache_is_answered_and_fails_with_a_dead_engine():
+    async def scenario():
+        async with opened() as client:
+            await client.reset_prefix_cache()
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await client.wait_dead()
+            with pytest.raises(EngineDeadError):
+                await client.reset_prefix_cache()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_deltas_add_up_to_the_answer(stream, n):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import socket
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+import gapless.cli.serve
 from gapless.cli.main import main
+from gapless.cli.options import EngineOptions
+from gapless.cli.serve import ServerOptions
+from gapless.config import ENGINE_FIELDS, GRAPH_FIELDS
 from gapless.env import Env, read_env
 from gapless.errors import ConfigError
 from gapless.launch_server import main as launch_server
-from gapless.serve.options import resolve_options
+from gapless.serve.options import _SERVER_ALIASES, _SERVER_FIELDS, resolve_options
 from gapless.serve.settings import ServerSettings
 
 
@@ -86,6 +94,8 @@ def test_a_chat_template_is_a_file_or_its_text(tmp_path):
         ({"max_body_bytes": 10}, "between 1024"),
         ({"max_n": 129}, "between 1 and 128"),
         ({"drain_s": -1}, "--drain-seconds=-1"),
+        ({"health_stale_s": 0.5}, "--health-stale-seconds=0.5: must be between 1 and 600"),
+        ({"enable_cache_reset": "yes"}, "--enable-cache-reset='yes'"),
         ({"access_log": "xml"}, "json, text, off"),
         ({"log_level": "loud"}, "--log-level"),
         ({"ssl_certfile": "a.pem"}, "go together"),
@@ -152,19 +162,170 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     assert "zmq" in error
 
 
-def test_every_flag_of_the_engine_is_a_flag_of_the_server(capsys):
-    assert main(["generate", "--help"]) == 0
-    generate = capsys.readouterr().out
-    assert main(["serve", "--help"]) == 0
-    serve = capsys.readouterr().out
-    for flag in (
-        "--cuda-graph-backend-prefill",
-        "--cuda-graph-bs-decode",
-        "--max-total-tokens",
-        "--model-path",
-    ):
-        assert flag in generate
-        assert flag in serve
+@dataclass(frozen=True)
+class Case:
+    """One way of saying one option: ``words`` on the command line, ``expected`` in the resolved config."""
+
+    field: str
+    words: tuple[str, ...]
+    expected: Any
+
+
+def _case(flag: str, field: str, *forms: tuple[str, Any]) -> list[Case]:
+    return [Case(field, (flag, *text.split()), expected) for text, expected in forms]
+
+
+ENGINE_CASES = [
+    *_case("--model", "model", ("m", "m")),
+    *_case("--model-path", "model", ("m", "m")),
+    *_case("--load-format", "load_format", ("dummy", "dummy")),
+    *_case("--dtype", "dtype", ("bfloat16", "bfloat16")),
+    *_case("--device", "device", ("cpu", "cpu")),
+    *_case("--max-model-len", "max_model_len", ("99", 99)),
+    *_case("--max-running-requests", "max_running_requests", ("7", 7)),
+    *_case("--chunked-prefill-size", "chunked_prefill_size", ("123", 123)),
+    *_case("--max-total-tokens", "max_total_tokens", ("4321", 4321)),
+    *_case("--block-size", "block_size", ("32", 32)),
+    *_case("--kv-cache-tokens", "kv_cache_tokens", ("640", 640)),
+    *_case("--gpu-memory-utilization", "gpu_memory_utilization", ("0.5", 0.5)),
+    *_case("--mem-fraction-static", "gpu_memory_utilization", ("0.25", 0.25)),
+    *_case("--attention-backend", "attention_backend", ("reference", "reference")),
+    *_case("--enable-prefix-caching", "enable_prefix_caching", ("", True)),
+    *_case("--no-enable-prefix-caching", "enable_prefix_caching", ("", False)),
+    *_case("--enforce-eager", "enforce_eager", ("", True)),
+]
+GRAPH_CASES = [
+    *(
+        case
+        for phase in ("prefill", "decode")
+        for backend in ("full", "breakable", "tc_piecewise", "disabled")
+        for case in _case(f"--cuda-graph-backend-{phase}", f"{phase}_backend", (backend, backend))
+    ),
+    *_case("--cuda-graph-max-bs-prefill", "prefill_max", ("512", 512)),
+    *_case("--cuda-graph-max-bs-decode", "decode_max", ("8", 8)),
+    *(
+        case
+        for phase in ("prefill", "decode")
+        for case in _case(
+            f"--cuda-graph-bs-{phase}",
+            f"{phase}_sizes",
+            ("1,2,4", (1, 2, 4)),
+            ("1 2 4", (1, 2, 4)),
+            ("8", (8,)),
+        )
+    ),
+    *(
+        Case(
+            "tc_compiler",
+            ("--cuda-graph-tc-compiler", name, "--cuda-graph-backend-prefill", "tc_piecewise"),
+            name,
+        )
+        for name in ("eager", "inductor")
+    ),
+]
+COMPILATION_CASES = [
+    ("mode", {"cudagraph_mode": "FULL_DECODE_ONLY"}, "FULL_DECODE_ONLY"),
+    ("compile_mode", {"mode": 0}, 0),
+    ("compile_mode", {"mode": 3}, 3),
+    ("capture_sizes", {"cudagraph_capture_sizes": [1, 8]}, (1, 8)),
+    ("use_inductor_graph_partition", {"use_inductor_graph_partition": True, "mode": 3}, True),
+    ("splitting_ops", {"splitting_ops": ["my::op"], "mode": 3}, ("my::op",)),
+    ("splitting_ops", {"split_ops": []}, ()),
+]
+ONLY_IN_FILES = {"seed"}
+"""On a command line ``--seed`` is a request's, so for dummy weights it stands in the config file."""
+
+
+def resolved(monkeypatch, start, words) -> Any:
+    """What ``gapless serve WORDS`` would start with."""
+    seen = []
+    monkeypatch.setattr(gapless.cli.serve, "_run", lambda options: seen.append(options) or 0)
+    assert start(words) == 0
+    (options,) = seen
+    return options
+
+
+def value_of(options: Any, field: str) -> Any:
+    return getattr(options.engine if field in ENGINE_FIELDS else options.engine.graphs, field)
+
+
+STARTS = {"gapless serve": lambda args: main(["serve", *args]), "launch_server": launch_server}
+
+
+@pytest.mark.parametrize("case", ENGINE_CASES + GRAPH_CASES, ids=lambda case: " ".join(case.words[:4]))
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_every_flag_reaches_the_configuration_in_every_spelling(monkeypatch, start, case):
+    flag, *rest = case.words
+    model = [] if case.field == "model" else ["--model", "m"]
+    spellings = [[flag, *rest], ["--" + flag[2:].replace("-", "_"), *rest]]
+    if rest:
+        spellings += [[f"{spelled}={first}", *more] for spelled, first, *more in spellings]
+    for words in spellings:
+        options = resolved(monkeypatch, start, [*model, *words])
+        assert value_of(options, case.field) == case.expected, words
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), COMPILATION_CASES, ids=str)
+@pytest.mark.parametrize("flag", ["--compilation-config", "--compilation_config"])
+def test_every_key_of_the_compilation_config_reaches_the_configuration(
+    monkeypatch, flag, field, value, expected
+):
+    options = resolved(monkeypatch, launch_server, ["--model", "m", flag, json.dumps(value)])
+    assert value_of(options, field) == expected
+
+
+def test_no_option_of_the_engine_is_out_of_a_servers_reach(monkeypatch, tmp_path):
+    """A field or a flag that is added later must be added to the cases above."""
+    covered = {case.field for case in ENGINE_CASES + GRAPH_CASES} | {field for field, *_ in COMPILATION_CASES}
+    assert covered | ONLY_IN_FILES == {*ENGINE_FIELDS, *GRAPH_FIELDS}
+    flags = {field.name for field in dataclasses.fields(EngineOptions)} - {"config", "compilation_config"}
+    said = {case.words[0][2:].removeprefix("no-").replace("-", "_") for case in ENGINE_CASES + GRAPH_CASES}
+    assert said >= flags
+    file = tmp_path / "options.toml"
+    file.write_text("seed = 5")
+    options = resolved(monkeypatch, launch_server, ["--model", "m", "--config", str(file)])
+    assert options.engine.seed == 5
+
+
+SERVER_CASES: dict[str, tuple[str, Any]] = {
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("81", 81),
+    "served_model_name": ("n", ("n",)),
+    "api_key": ("k", ("k",)),
+    "chat_template": ("{{ x }}", "{{ x }}"),
+    "max_queued_requests": ("5", 5),
+    "max_body_bytes": ("2048", 2048),
+    "tool_call_parser": ("hermes", "hermes"),
+    "max_n": ("3", 3),
+    "drain_seconds": ("1.5", 1.5),
+    "health_stale_seconds": ("45", 45.0),
+    "root_path": ("/llm", "/llm"),
+    "cors_origin": ("*", ("*",)),
+    "access_log": ("text", "text"),
+    "log_level": ("error", "error"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), [(n, *v) for n, v in SERVER_CASES.items()], ids=str)
+def test_every_flag_of_the_http_side_reaches_its_settings(monkeypatch, name, text, expected):
+    field = _SERVER_ALIASES.get(name, name)
+    for flag in ("--" + name, "--" + name.replace("_", "-")):
+        options = resolved(monkeypatch, launch_server, ["--model", "m", flag, text])
+        assert getattr(options.server, field) == expected
+
+
+def test_the_flags_of_the_http_side_are_all_tried(monkeypatch, tmp_path):
+    certificate = {"ssl_certfile": tmp_path / "c", "ssl_keyfile": tmp_path / "k"}
+    words = ["--enable-cache-reset"]
+    for name, path in certificate.items():
+        path.touch()
+        words += ["--" + name, str(path)]
+    options = resolved(monkeypatch, launch_server, ["--model", "m", *words])
+    assert options.server.enable_cache_reset
+    assert (options.server.ssl_certfile, options.server.ssl_keyfile) == tuple(map(str, certificate.values()))
+    tried = {*SERVER_CASES, *certificate, "enable_cache_reset"}
+    assert tried == {field.name for field in dataclasses.fields(ServerOptions)}
+    assert {_SERVER_ALIASES.get(name, name) for name in tried} == set(_SERVER_FIELDS)
 
 
 def test_a_certificate_that_is_none_is_found_out_before_the_engine_starts(tmp_path, capsys):

@@ -7,11 +7,11 @@ calls come as JSON text and reach the template as objects, which is what templat
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from gapless.serve.protocol.common import IGNORED, FirstFault, Strict
+from gapless.serve.protocol.common import IGNORED, PARTS_BRANCH, TEXT_BRANCH, FirstFault, Strict
 from gapless.serve.protocol.generation import GenerationRequest
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -49,6 +49,13 @@ class TextPart(Strict):
         return self.text if self.text is not None else self.refusal or ""
 
 
+Content = Annotated[
+    Annotated[str, Tag(TEXT_BRANCH)] | Annotated[FirstFault[TextPart], Tag(PARTS_BRANCH)],
+    Discriminator(lambda value: PARTS_BRANCH if isinstance(value, list) else TEXT_BRANCH),
+]
+"""Told apart by its type first, so that what is wrong with a part is told, not that a list is no text."""
+
+
 class FunctionCall(Strict):
     name: str
     arguments: str
@@ -75,7 +82,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Role
-    content: str | FirstFault[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: FirstFault[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -23,6 +23,8 @@ class _FirstOnly(FailFast):
 
 FirstFault = Annotated[list[T], _FirstOnly()]
 """A list of which only the first wrong item is told: a million of them would take gigabytes to describe."""
+TEXT_BRANCH, PARTS_BRANCH = "~text", "~parts"
+"""Branches of a field that is text or a list; no part of the path of what is wrong (``errors.py``)."""
 CacheSalt = Annotated[str, Field(min_length=1)]
 """Requests that name different ones share no cached prefix, so none can learn from its speed what another
 has sent."""
