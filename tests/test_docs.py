@@ -91,3 +91,10 @@ def test_python_of_the_readme_runs(snippet, capsys):
         names["llm"].shutdown()
         assert "Paris" in out
     assert out
+
+
+def test_every_environment_variable_has_a_row_and_every_row_a_variable():
+    source = (ROOT / "src/gapless/env.py").read_text(encoding="utf-8")
+    table = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    read = re.findall(r'(?:\(values, |get\()"(\w+)"', source)
+    assert set(read) == set(re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE))
