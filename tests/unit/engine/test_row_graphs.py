@@ -39,3 +39,21 @@ def test_every_number_of_rows_is_served_by_the_next_size_of_its_stage(tmp_path: 
     assert buckets[Phase.HEAD] == next(size for size in (1, 3, 5, 11) if size >= num_reqs)
     assert buckets[Phase.SAMPLE] == next(size for size in (1, 2, 4, 8, 11) if size >= num_reqs)
     assert [row for row in runner.report()["eager"] if row["phase"] in (Phase.HEAD, Phase.SAMPLE)] == []
+
+
+def test_the_head_runs_on_sampled_rows_alone(tmp_path: Path) -> None:
+    """A mixed step of two unfinished chunks, a whole prompt and a decode samples two of its four requests."""
+    runner = open_tiny(tmp_path).runner
+    maker = BatchMaker()
+    decoding = maker.sequence([1, 2])
+    decoding.token_ids += runner.execute(maker.batch([(decoding, 2)])).token_ids
+    runner.reset_report()
+    first, second, whole = maker.sequence([3] * 9), maker.sequence([4] * 9), maker.sequence([5, 6, 7])
+    result = runner.execute(maker.batch([(decoding, 1), (first, 4), (second, 5), (whole, 3)]))
+    assert len(result.token_ids) == 2
+    found = {step["phase"]: (step["bucket"], step["count"]) for step in runner.report()["steps"]}
+    assert found == {Phase.PREFILL: (16, 1), Phase.HEAD: (2, 1)}
+
+    runner.reset_report()
+    assert runner.execute(maker.batch([(first, 4), (second, 2)])).token_ids == []
+    assert [step["phase"] for step in runner.report()["steps"]] == [Phase.PREFILL], "nothing drawn, no head"

@@ -13,8 +13,11 @@ from tiny_model import open_tiny as open_engine
 
 from gapless.engine.build import OpenedEngine
 from gapless.engine.verify import verify_engine
+from gapless.errors import GraphError
+from gapless.graphs.batch import BatchShape
 from gapless.graphs.check_report import CheckReport
-from gapless.graphs.modes import Phase
+from gapless.graphs.dispatcher import Dispatch, Dispatcher, EagerReason
+from gapless.graphs.modes import Phase, RuntimeMode
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -123,3 +126,22 @@ def test_dummy_batches_are_legal_and_of_the_kind_their_key_says(
         assert values["slot_mapping"].max() < limits.block_size
         assert values["positions"].max() < limits.max_model_len
         assert values["input_ids"].max() < opened.runner.vocab_size
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_a_start_whose_dispatcher_misses_a_captured_graph_is_an_error(
+    phase: Phase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every captured graph is looked up once through the public path before the engine is ready."""
+    dispatch = Dispatcher.dispatch
+
+    def forgetful(self: Dispatcher, shape: BatchShape) -> Dispatch:
+        found = dispatch(self, shape)
+        if found.phase is phase and shape.num_tokens == 2:
+            return Dispatch(mode=RuntimeMode.NONE, phase=phase, reason=EagerReason.LARGER_THAN_LARGEST)
+        return found
+
+    monkeypatch.setattr(Dispatcher, "dispatch", forgetful)
+    sizes = {"cuda_graph_bs_prefill": [2, 8], "cuda_graph_bs_decode": [1, 2]}
+    with pytest.raises(GraphError, match=f"captured .*{phase.name}.* but a batch of exactly that size"):
+        open_tiny(tmp_path, **sizes)
