@@ -67,16 +67,25 @@ def test_preemption_under_a_tiny_cache_changes_nothing(tmp_path: Path) -> None:
     assert generate(tight, 1, 3, **params) == expected
 
 
-def test_min_tokens_keeps_the_first_token_from_ending_a_choice(opened: OpenedEngine) -> None:
-    opened.runner.max_steps_ahead = 0
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_would_end_a_choice_is_banned_for_exactly_min_tokens(
+    opened: OpenedEngine, min_tokens: int, ahead: int
+) -> None:
+    """All tokens but one end the choice, so while they are banned that one is drawn, and then no longer."""
+    opened.runner.max_steps_ahead = ahead
     llm = LLM._from_parts(opened.runner, None, eos_token_ids=(2,))
-    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
-    first = llm.generate([1, 3, 5], greedy)[0].outputs[0].token_ids[0]
-    stops = {"temperature": 0.0, "max_tokens": 4, "stop_token_ids": [first], "detokenize": False}
-    assert len(llm.generate([1, 3, 5], SamplingParams(**stops))[0].outputs[0].token_ids) == 1
-    kept = llm.generate([1, 3, 5], SamplingParams(**stops, min_tokens=2))[0].outputs[0].token_ids
-    assert len(kept) >= 2
-    assert first not in kept[:2]
+    only, prompt = 7, [1, 3, 5]
+    plain = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    ((free,),) = (o.outputs[0].token_ids for o in llm.generate([prompt + [only] * min_tokens], plain))
+    assert free != only, "the model would go on drawing it by itself"
+    stops = [token for token in range(VOCAB_SIZE) if token != only]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=9, min_tokens=min_tokens, stop_token_ids=stops, detokenize=False
+    )
+    (output,) = llm.generate([prompt], params)
+    assert list(output.outputs[0].token_ids) == [only] * min_tokens + [free]
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_a_nan_row_fails_its_request_while_a_step_is_in_flight(opened: OpenedEngine) -> None:
