@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,6 +227,17 @@ def test_report_holds_plan_graphs_and_start_up(opened: OpenedEngine) -> None:
     assert {"phase", "strategy", "num_tokens", "capture_s", "pool_bytes"} <= report["graphs"][0].keys()
     assert report["startup"]["num_blocks"] == 33
     assert report["startup"]["attention_backend"] == "torch_reference"
+
+
+def test_a_start_logs_its_plan_with_reasons_and_where_its_seconds_went(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="gapless")
+    opened = open_tiny(tmp_path, cuda_graph_bs_prefill=[8, 16], cuda_graph_bs_decode=[2, 99])
+    said = [record.message for record in caplog.records if record.name == "gapless.engine.build"]
+    assert said[:-1] == opened.runner.plan.describe()
+    assert any("99" in line for line in said), "a size that was dropped"
+    assert re.fullmatch(r"start-up: load \S+ s, cache \S+ s, kernels \S+ s, capture \S+ s", said[-1])
 
 
 def test_a_chunk_that_ends_before_the_prompt_draws_nothing(opened: OpenedEngine) -> None:
