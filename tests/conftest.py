@@ -29,9 +29,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _quick_collections() -> None:
-    """Captures collect garbage; what imports made (the first capture imports a lot) need not be visited."""
+    """Every capture collects garbage: what imports made (the first capture imports a lot) is set aside, for
+    visiting it a few thousand times is most of what a run of the tests would take."""
     first = EmulatedDevice()
     first.begin_segment(first.new_pool())
     torch.ones(1)
@@ -41,7 +42,7 @@ def _quick_collections() -> None:
 
 
 @pytest.fixture
-def device(_quick_collections: None) -> Iterator[EmulatedDevice]:
+def device() -> Iterator[EmulatedDevice]:
     """A fresh emulated device; fails the test that leaves a segment open."""
     made = EmulatedDevice()
     yield made

@@ -13,11 +13,6 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None

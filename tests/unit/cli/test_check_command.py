@@ -43,11 +43,6 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "checked_module.py"

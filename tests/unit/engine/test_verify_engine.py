@@ -35,11 +35,6 @@ def failed(report: CheckReport) -> set[tuple[str, str]]:
     return {(failure.target, failure.check) for failure in report.failures}
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 @pytest.fixture(params=STRATEGIES)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenedEngine:
     return open_tiny(tmp_path, **STRATEGIES[request.param])

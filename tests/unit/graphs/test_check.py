@@ -29,11 +29,6 @@ from gapless.graphs.store import GraphStore
 ROWS = Input(dims={0: "rows"})
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

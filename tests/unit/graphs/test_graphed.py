@@ -44,11 +44,6 @@ def with_break(x: Tensor) -> Tensor:
     return double_if_positive(x + 1) * 3
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 def rows(n: int, width: int = 6) -> Tensor:
     return torch.randn(n, width)
 

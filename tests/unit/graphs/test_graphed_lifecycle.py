@@ -22,11 +22,6 @@ from gapless.graphs.store import GraphKey, GraphStore
 ROWS = Input(dims={0: "rows"})
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 class Packed(nn.Module):
     """A weight and what was derived from it, hidden in a plain object."""
 

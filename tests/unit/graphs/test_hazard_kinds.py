@@ -20,11 +20,6 @@ from gapless.graphs.real_sizes import num_real
 ROWS = Input(dims={0: "rows"})
 
 
-@pytest.fixture(autouse=True)
-def _quick(_quick_collections: None) -> None:
-    """Captures collect garbage; the session's fixture keeps that short."""
-
-
 def rows(n: int) -> Tensor:
     return torch.randn(n, 4)
 

@@ -69,7 +69,7 @@ class Rig:
 
 
 @pytest.fixture(scope="module", params=OPS)
-def rig(request, _quick_collections) -> Rig:
+def rig(request) -> Rig:
     """Captured once per kind of op: into the caller's buffer, one new tensor, two new tensors."""
     return Rig(EmulatedDevice(poison_freed=True), op=request.param).capture()
 

@@ -20,7 +20,7 @@ from gapless.graphs.timeline import NUM_BINS, Timeline
 
 
 @pytest.fixture(scope="module")
-def made(_quick_collections: None) -> Graphed:
+def made() -> Graphed:
     made = graphed(lambda x: x * 2, inputs={"x": Input(dims={0: "rows"})}, sizes=[2, 4, 8])
     made.capture(torch.randn(3, 2))
     for n in (1, 2, 3, 3, 9):
