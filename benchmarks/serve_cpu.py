@@ -3,9 +3,10 @@
 The engine draws tokens from a formula and SmolLM2's tokenizer turns them into text; it sleeps between steps,
 so each token is an event of its own. What is left is the engine's own bookkeeping, detokenisation, the wire
 between the processes, JSON, and sockets. Costs are CPU seconds of each process as the kernel counts them, so
-neither the client nor other load on the machine is in them (a busy machine still makes caches colder). A
-second part measures fairness: the first token of a request that comes behind others, against when the last of
-those ends.
+neither the client nor other load on the machine is in them (but caches are colder where others run, and after
+each sleep). A token that comes by itself wakes four threads, two of each process, so what one wake-up costs
+here stands beside the results. A second part measures fairness: the first token of a request that comes
+behind others, against when the last of those ends.
 
     python benchmarks/serve_cpu.py --output benchmarks/results/serve_cpu.json
 """
@@ -110,6 +111,14 @@ def cpu_s(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
 
 
+def wakeup_us(num_times: int = 500) -> float:
+    """CPU time of a thread that does nothing but sleep and wake up, each time."""
+    start = time.thread_time()
+    for _ in range(num_times):
+        time.sleep(0.002)
+    return 1e6 * (time.thread_time() - start) / num_times
+
+
 async def stream(server: Server, path: str, number: int, num_tokens: int) -> tuple[float, int]:
     """Read one answer to its end; the seconds to its first event, and how many there were."""
     reader, writer = await asyncio.open_connection(*server.address)
@@ -201,6 +210,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
+    one_wakeup_us = round(wakeup_us(), 1)
+    print(f"one wake-up of a sleeping thread: {one_wakeup_us} us")
     print(
         f"{'path':<22}{'streams':>8}{'HTTP us':>9}{'engine us':>11}{'both us':>9}{'tokens/s':>10}"
         f"{'tokens/event':>14}"
@@ -231,6 +242,7 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "budget_us": BUDGET_US,
+        "wakeup_us": one_wakeup_us,
         "rows": rows,
         "fairness": fairness,
     }

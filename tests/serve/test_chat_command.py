@@ -129,7 +129,9 @@ def test_a_stream_that_breaks_keeps_what_was_shown(served, capsys):
 
 def test_a_server_that_is_not_there_is_one_sentence(capsys):
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
-    assert capsys.readouterr().err == "gapless: 127.0.0.1:9: [Errno 111] Connection refused\n"
+    assert capsys.readouterr().err == (
+        "gapless: 127.0.0.1:9: no server listens there; gapless serve starts one, and is ready when it says so\n"
+    )
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999999"])

@@ -154,5 +154,5 @@ def test_a_stopped_engine_turns_health_red_by_age_and_green_again(tmp_path):
             assert "no life for" in server.client.get("/health").json()["error"]["message"]
         finally:
             os.kill(engine, signal.SIGCONT)
-        wait_until(lambda: server.client.get("/health").json()["step_age_s"] < 1.5)
+        wait_until(lambda: server.client.get("/health").status_code == 200)
         assert server.complete(3, 5).status_code == 200

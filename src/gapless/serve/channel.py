@@ -64,15 +64,14 @@ class EngineChannel:
         if timeout_s > 0 and not self._inbox.poll(max(1, int(timeout_s * 1000))):
             return []
         messages: list[ToEngine] = []
-        while True:
-            try:
-                data = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
+        # Asked first: nearly every step has nothing, and the exception for that costs twice as much.
+        while cast(int, self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            data = self._inbox.recv(zmq.NOBLOCK)
             try:
                 messages.append(self._decoder.decode(data))
             except msgspec.ValidationError as error:
                 self._refuse(data, error)
+        return messages
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))

@@ -29,15 +29,21 @@ async def deltas_of(
 ) -> Deltas:
     """Raises what the engine client raises, and ``ApiError`` when the engine ended a choice by itself."""
     streams = [client.generate(request) for request in requests]
-    merged = _single(streams[0]) if len(streams) == 1 else _merged(streams)
+    if len(streams) == 1:  # the usual case, with no generator in between for each token
+        (stream,) = streams
+        try:
+            async for deltas in stream:
+                clock.observe(0, deltas)
+                _check(deltas)
+                yield 0, deltas
+        finally:
+            await _close(stream)
+        return
+    merged = _merged(streams)
     try:
         async for position, deltas in merged:
             clock.observe(position, deltas)
-            for delta in deltas:
-                if delta.finish_reason == "error" or delta.error is not None:
-                    raise engine_fault(delta.error)
-                if delta.finish_reason == "abort":
-                    raise ended_by_server()
+            _check(deltas)
             yield position, deltas
     finally:
         await merged.aclose()
@@ -71,12 +77,12 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _single(stream: AsyncIterator[list[Delta]]) -> Deltas:
-    try:
-        async for deltas in stream:
-            yield 0, deltas
-    finally:
-        await _close(stream)
+def _check(deltas: list[Delta]) -> None:
+    for delta in deltas:
+        if delta.finish_reason == "error" or delta.error is not None:
+            raise engine_fault(delta.error)
+        if delta.finish_reason == "abort":
+            raise ended_by_server()
 
 
 async def _merged(streams: Sequence[AsyncIterator[list[Delta]]]) -> Deltas:

@@ -258,7 +258,9 @@ def test_every_flag_reaches_the_configuration_in_every_spelling(monkeypatch, sta
     flag, *rest = case.words
     model = [] if case.field == "model" else ["--model", "m"]
     spellings = [[flag, *rest], ["--" + flag[2:].replace("-", "_"), *rest]]
-    if rest:
+    if start is launch_server:
+        spellings = spellings[:1]  # the same command under another name
+    elif rest:
         spellings += [[f"{spelled}={first}", *more] for spelled, first, *more in spellings]
     for words in spellings:
         options = resolved(monkeypatch, start, [*model, *words])
