@@ -96,7 +96,7 @@ def test_every_block_size(block_size: int) -> None:
 
 
 @interpreted
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 40), st.one_of(st.just(0), st.just(1), st.integers(1, 20))),

@@ -40,6 +40,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda device: None)
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """A runner all of whose sizes could be captured: what it draws is expected of the others."""
+    return open_tiny(tmp_path_factory.mktemp("healthy")).runner
+
+
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often a forward of each number of tokens was recorded with a host read in it."""
@@ -74,9 +80,14 @@ def tokens_of(runner: ModelRunner, num_tokens: int) -> list[int]:
     ids=lambda bad: "+".join(map(str, sorted(bad))),
 )
 def test_sizes_that_fail_while_memory_is_measured_stay_eager_and_are_tried_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attempts, bad: set[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    healthy: ModelRunner,
+    attempts: Counter[int],
+    bad: set[int],
 ) -> None:
-    expected = {n: tokens_of(open_tiny(tmp_path).runner, n) for n in (3, 27, 32)}
+    expected = {n: tokens_of(healthy, n) for n in (3, 27, 32)}
     break_sizes(monkeypatch, attempts, bad)
     caplog.set_level(logging.WARNING)
     runner = open_tiny(
@@ -101,8 +112,10 @@ def test_sizes_that_fail_while_memory_is_measured_stay_eager_and_are_tried_once(
 
 
 @pytest.mark.usefixtures("measured")
-def test_a_phase_without_any_graph_runs_eagerly(tmp_path: Path, monkeypatch, attempts) -> None:
-    expected = [tokens_of(open_tiny(tmp_path).runner, n) for n in (1, 2, 31, 32)]
+def test_a_phase_without_any_graph_runs_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: ModelRunner, attempts: Counter[int]
+) -> None:
+    expected = [tokens_of(healthy, n) for n in (1, 2, 31, 32)]
     break_sizes(monkeypatch, attempts, set(range(1, 33)))
     runner = open_tiny(tmp_path, cuda_graph_backend_prefill="full", cuda_graph_backend_decode="full").runner
     assert {row["phase"] for row in runner.report()["graphs"]} == {"head", "sample", "sample_filtered"}
@@ -139,8 +152,10 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     monkeypatch.setattr(get_device(torch.device("cpu")), "num_warmups", 1)
 
 
-def test_a_size_whose_warm_up_runs_out_of_memory_stays_eager(tmp_path: Path, monkeypatch) -> None:
-    expected = tokens_of(open_tiny(tmp_path).runner, 32)
+def test_a_size_whose_warm_up_runs_out_of_memory_stays_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: ModelRunner
+) -> None:
+    expected = tokens_of(healthy, 32)
     run_out_of_memory(monkeypatch, 32)
     runner = open_tiny(tmp_path, cuda_graph_backend_prefill="full").runner
     (failure,) = runner.report()["failures"]
