@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace, config: str, strategy: str) -> dict[str, A
         "max_gib": MAX_GIB[is_large],
         "pool_bytes": memory["pool_bytes"],
         "driver_bytes": memory["driver_bytes"],
-        "estimate": memory.get("estimate"),
+        "estimate": report["startup"]["memory"]["estimate"],
         "ledger_capture_s": memory["capture_s"],
         "num_graphs": len(report["graphs"]),
         "phases": by_phase(report["graphs"], stamps if not report["failures"] else []),
