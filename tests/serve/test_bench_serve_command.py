@@ -84,7 +84,7 @@ def test_the_key_is_in_no_result(bench):
     [
         (("--model", "other"), "does not exist here"),
         (("--random-input-len", "9000"), "9000"),
-        (("--base-url", "http://127.0.0.1:9"), "127.0.0.1:9: no server listens there"),
+        (("--base-url", "http://127.0.0.1:9"), "127.0.0.1:9: no server listens there (yet)"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence_and_exit_code_1(bench, flags, message):

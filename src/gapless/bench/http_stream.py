@@ -53,6 +53,11 @@ class Endpoint:
         return cls(host=parts.hostname, port=port or (443 if is_tls else 80), is_tls=is_tls, base_path=path)
 
     @property
+    def nobody_listens(self) -> str:
+        """What to say when the connection is refused."""
+        return f"{self.authority}: no server listens there (yet); gapless serve starts one"
+
+    @property
     def authority(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

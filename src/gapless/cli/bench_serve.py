@@ -64,7 +64,7 @@ def bench_serve(
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
     """Time to the first token, between tokens, and tokens per second of a running server."""
-    from gapless.bench.http_stream import HttpFailure
+    from gapless.bench.http_stream import Endpoint, HttpFailure
     from gapless.bench.serve_load import LoadOptions, measure_serving
     from gapless.bench.workload import Lengths
 
@@ -93,6 +93,8 @@ def bench_serve(
         found = measure_serving(options, on_done=_show_progress)
     except HttpFailure as error:
         raise _failed(str(error)) from None
+    except ConnectionRefusedError:
+        raise _failed(Endpoint.parse(base_url).nobody_listens) from None
     except OSError as error:
         raise _failed(f"{base_url}: {error.strerror or error}") from None
     result = _with_meta(found)

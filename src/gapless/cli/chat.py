@@ -135,6 +135,8 @@ class ChatServer:
             yield response
         except TimeoutError:
             raise ChatFailure(f"nothing from the server for {self._timeout_s:g} seconds") from None
+        except ConnectionRefusedError:
+            raise ChatFailure(endpoint.nobody_listens) from None
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise ChatFailure(f"{endpoint.authority}: {error or type(error).__name__}") from None
         finally:

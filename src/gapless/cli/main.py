@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code or 0
     except _CommandLineError as error:
-        return _complain(f"{error.format_message()} (see gapless --help)", EXIT_USAGE)  # type: ignore[attr-defined]
+        return _complain(_say_with_help(error), EXIT_USAGE)
     except GraphError as error:
         return _complain(str(error), EXIT_FAILED)
     except GaplessError as error:
@@ -109,6 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
         where = f": {error.filename}" if error.filename is not None else ""
         return _complain(f"{error.strerror or error}{where}", EXIT_FAILED)
+
+
+def _say_with_help(error: Any) -> str:
+    """The complaint, and the command whose ``--help`` lists what there is."""
+    command = error.ctx.command_path if error.ctx is not None else "gapless"
+    return f"{error.format_message()} (see {command} --help)"
 
 
 def _complain(message: str, code: int) -> int:

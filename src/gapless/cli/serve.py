@@ -155,7 +155,7 @@ def _run(options: ServeOptions) -> int:
         announce = Announcements(
             progress=bars.enter_context(show_progress()),
             on_ready=on_ready,
-            on_serving=lambda address: print(f"serving at {address}", file=sys.stderr, flush=True),
+            on_serving=lambda address: print(_where(address), file=sys.stderr, flush=True),
         )
         try:
             return run_server(
@@ -167,6 +167,10 @@ def _run(options: ServeOptions) -> int:
         except EngineDeadError as error:
             print(f"gapless: {error}", file=sys.stderr)
             return 1
+
+
+def _where(address: str) -> str:
+    return f"serving at {address} (clients: {address}/v1, browsers: {address}/dashboard)"
 
 
 def _print_start(info: EngineInfo, server: dict[str, Any]) -> None:

@@ -43,6 +43,21 @@ def test_unknown_command_is_one_sentence(capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["generat"], "gapless"),
+        (["generate", "--promt", "x"], "gapless generate"),
+        (["serve", "smollm2"], "gapless serve"),
+        (["bench"], "gapless bench"),
+        (["bench", "serve", "--num-prompts", "0"], "gapless bench serve"),
+    ],
+)
+def test_a_mistake_names_the_help_of_the_command_it_was_made_in(arguments, command, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.endswith(f" (see {command} --help)\n")
+
+
 def test_help_imports_no_torch():
     code = (
         "import sys; from gapless.cli.main import main; main(['generate', '--help']); "
