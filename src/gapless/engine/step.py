@@ -153,16 +153,6 @@ class PendingStep(Protocol):
         """Its tokens, once they are on the host. When it raises, nothing of the step is still running."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """A step whose result is known already."""
-
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
 class StepRunner(Protocol):
     """The engine's view of a model on a device. The facts are fixed when it is built."""
 

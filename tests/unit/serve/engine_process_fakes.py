@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gapless.engine.core import EngineCore
-from gapless.engine.step import CompletedStep, ScheduledBatch, StepResult, TokenLogprob
+from gapless.engine.step import ScheduledBatch, StepResult, TokenLogprob
 from gapless.errors import ConfigError
 from gapless.serve.engine_process import ReportProgress, ServedEngine
 from gapless.serve.messages import EngineInfo
@@ -35,6 +35,16 @@ def token_at(first: int, position: int) -> int:
 
 def expected_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return [token_at(prompt[0], len(prompt) + i) for i in range(num_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step whose result is known already."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class WordTokenizer:
