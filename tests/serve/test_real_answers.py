@@ -115,7 +115,7 @@ CASES = {
 
 
 IN_SOAK = {
-    *("everything that samples", "echo of two prompts", "a stop string within a token"),
+    *("greedy", "everything that samples", "echo of two prompts", "a stop string within a token"),
     *("a stop string that stays", "special tokens", "chats", "special tokens shown"),
 }
 PARAMETERS = [
