@@ -185,6 +185,7 @@ class EngineConfig:
         """As ``GraphConfig.from_sources``, for all options at once: graph options stand among the others.
 
         Python may also pass ``graphs``, a ``GraphConfig``: its fields that are not defaults count as given.
+        Raises ``ConfigError`` for what is unknown, impossible, or said twice in different ways.
         """
         python = dict(python or {})
         for name, value in _given(python.pop("graphs", None)).items():
@@ -197,7 +198,10 @@ class EngineConfig:
         return cls(**own, graphs=_graphs_of(merged))
 
     def with_device_defaults(self, device_type: str) -> EngineConfig:
-        """A new config for ``cuda`` or ``cpu`` in which limits that depend on the device have values."""
+        """A new config for ``cuda`` or ``cpu`` in which limits that depend on the device have values.
+
+        Raises ``ConfigError`` for another device than these, and than the one that was asked for.
+        """
         defaults = _DEVICE_DEFAULTS.get(device_type)
         if defaults is None:
             raise ConfigError(

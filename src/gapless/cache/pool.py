@@ -86,7 +86,7 @@ class KVCachePool:
 
     def bind(self, layers: Sequence[Attention], backend: AttentionBackend) -> None:
         """Give each attention layer the backend and its own part of the cache, in the order of the
-        sequence."""
+        sequence. Raises ``ConfigError`` when there are not as many layers as parts."""
         if len(layers) != len(self.k_caches):
             raise ConfigError(
                 f"the model has {len(layers)} attention layers, "

@@ -116,7 +116,10 @@ class Graphed:
         return self._plain(args, kwargs, keeps_grad=False)
 
     def padded_eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The bucket that a call would replay, run without its graph: what a replay equals bit for bit."""
+        """The bucket that a call would replay, run without its graph: what a replay equals bit for bit.
+
+        Raises ``GraphError`` for a call larger than every captured size, and as ``__call__`` does.
+        """
         generation = self.generation
         call = self._read(args, kwargs)
         descriptor = generation.find(call.sizes)
@@ -173,7 +176,8 @@ class Graphed:
 
     def pause(self, *, keep_graphs: bool = True) -> None:
         """No call may run until ``resume``: weights may be freed and moved. Nothing is kept alive any more;
-        with ``keep_graphs=False`` the graphs' own memory is given back, too."""
+        with ``keep_graphs=False`` the graphs' own memory is given back, too. Raises ``GraphError`` where there
+        are no graphs."""
         if self._state is not State.READY:
             raise GraphError(f"{self._name} is {self._state}; only a captured one can be paused")
         self._state = State.PAUSED
@@ -189,7 +193,8 @@ class Graphed:
         """Run again. Graphs are kept if everything is at its old address, else captured anew.
 
         Frozen tensor arguments were let go by ``pause``, so a callable that has some needs an example call
-        again. Returns what had moved or changed.
+        again. Returns what had moved or changed. Raises ``GraphError`` when it is not paused, and without
+        an example that it needs.
         """
         if self._state is not State.PAUSED:
             raise GraphError(f"{self._name} is {self._state}, not paused")
