@@ -88,7 +88,8 @@ class ModelRunner:
 
         It runs on the device's own stream, after all that the caller's stream was given before (a weight
         written in place, say). The caller's stream does not wait for it: what a step leaves on the device may
-        be read or overwritten once its tokens have been waited for. Raises ``GaplessError`` after ``shutdown``.
+        be read or overwritten once its tokens have been waited for. Raises ``GaplessError`` after
+        ``shutdown``.
         """
         if self._is_shut_down:
             raise GaplessError("the runner has been shut down: its graphs and cache are gone")

@@ -176,8 +176,8 @@ class Graphed:
 
     def pause(self, *, keep_graphs: bool = True) -> None:
         """No call may run until ``resume``: weights may be freed and moved. Nothing is kept alive any more;
-        with ``keep_graphs=False`` the graphs' own memory is given back, too. Raises ``GraphError`` where there
-        are no graphs."""
+        with ``keep_graphs=False`` the graphs' own memory is given back, too. Raises ``GraphError`` where
+        there are no graphs."""
         if self._state is not State.READY:
             raise GraphError(f"{self._name} is {self._state}; only a captured one can be paused")
         self._state = State.PAUSED

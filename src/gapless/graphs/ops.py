@@ -104,8 +104,8 @@ def register_custom_op_from_extern(
 
     ``annotations`` adds to, or replaces, those the function has (``{"x": Tensor, "return": None}``). ``name``
     defaults to the function's module and name joined by ``_``, so that ``flash.add`` and ``fused.add`` do not
-    collide. The library's own function is left as it is: call the returned op instead. Raises ``ConfigError`` as
-    ``register_custom_op`` does.
+    collide. The library's own function is left as it is: call the returned op instead. Raises ``ConfigError``
+    as ``register_custom_op`` does.
     """
 
     def register(function: Callable[..., Any]) -> Any:
