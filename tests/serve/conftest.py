@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_model import served, write_model
+from tiny_served_model import served, write_model
 
 
 @pytest.fixture(scope="session")

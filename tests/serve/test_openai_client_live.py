@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tiny_model import HIDDEN_SIZE, MAX_MODEL_LEN, NAME
+from tiny_served_model import HIDDEN_SIZE, MAX_MODEL_LEN, NAME
 
 from gapless.llm import LLM
 from gapless.sampling.params import SamplingParams

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gapless.cache.blocks import SINK_BLOCK
-from gapless.engine.step import CompletedStep, ScheduledBatch, ScheduledSequence, StepResult, TokenLogprob
+from gapless.engine.step import ScheduledBatch, ScheduledSequence, StepResult, TokenLogprob
 
 
 def next_token(token_ids: list[int], *, vocab_size: int) -> int:
@@ -28,6 +29,16 @@ def expected_tokens(prompt: list[int], *, num_tokens: int, vocab_size: int) -> l
     for _ in range(num_tokens):
         known.append(next_token(known, vocab_size=vocab_size))
     return known[len(prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step whose result is known already."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class PagedFakeRunner:
