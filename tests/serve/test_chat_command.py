@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -171,8 +172,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(served):
         screen.write("how are you?\n")
         screen.wait_for("Fine.")
         screen.wait_for("> ")
-        screen.write("\x03")
-        screen.wait_for("/quit leaves")
+        screen.press_until("\x03", "/quit leaves")
         screen.write("/quit\n")
         assert screen.process.wait(10) == 0
     finally:
@@ -195,9 +195,17 @@ class Screen:
     def write(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def wait_for(self, text: str) -> None:
+    def press_until(self, key: str, text: str) -> None:
+        """A key that comes between the prompt and the reading is lost: CPython sees it with the next one."""
+        for _ in range(10):
+            self.write(key)
+            with contextlib.suppress(AssertionError):
+                return self.wait_for(text, seconds=1.0)
+        self.wait_for(text)
+
+    def wait_for(self, text: str, *, seconds: float = 20.0) -> None:
         """Until it has been shown after what was waited for last."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + seconds
         while text not in self._text:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"never shown: {text!r}, but {self._text!r}"
