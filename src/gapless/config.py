@@ -122,6 +122,9 @@ class GraphConfig:
         )
 
 
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Everything that starts an engine. None means: the device's default, or measured (``kv_cache_tokens`` on
@@ -141,7 +144,7 @@ class EngineConfig:
     """Token budget of one step."""
     block_size: int = 16
     kv_cache_tokens: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
     max_total_tokens: int | None = None
     """Upper bound on tokens in the KV cache, and so on any step."""
     enable_prefix_caching: bool = True

@@ -18,7 +18,7 @@ import torch
 
 from gapless.attention.registry import create_backend, select_backend
 from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
-from gapless.config import EngineConfig
+from gapless.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from gapless.engine.compiled_forward import make_compiled_forward
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
@@ -204,6 +204,12 @@ class _Build:
         if self.config.max_total_tokens is not None:
             most = min(most, 1 + self.config.max_total_tokens // block_size)
         if self.config.kv_cache_tokens is not None:
+            if self.config.gpu_memory_utilization != DEFAULT_GPU_MEMORY_UTILIZATION:
+                logger.warning(
+                    "--gpu-memory-utilization=%s has no effect: the cache has a fixed size, %d tokens",
+                    self.config.gpu_memory_utilization,
+                    self.config.kv_cache_tokens,
+                )
             return 1 + self.config.kv_cache_tokens // block_size, None
         limits = self._limits(self.max_model_len * self.max_num_reqs)
         self._make_cache(MIN_BLOCKS)

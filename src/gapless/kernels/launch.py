@@ -1,9 +1,9 @@
 """Launching Triton kernels again and again without Triton's own Python.
 
-``kernel[grid](...)`` binds and specialises every argument anew, about 35 us a launch on an H200's host. What
-it finds depends on little: the types of the arguments, which pointers and integers divide by 16, which
-integers are 1, the constants and the device. ``launch`` keeps the compiled kernel under exactly these and
-calls it, with plain addresses in place of tensors.
+``kernel[grid](...)`` binds and specialises every argument anew. What it finds depends on little: the types of
+the arguments, which pointers and integers divide by 16, which integers are 1, the constants and the device.
+``launch`` keeps the compiled kernel under exactly these and calls it, with plain addresses in place of
+tensors.
 
 Invariant: two calls with equal keys are two calls that Triton would serve with one compiled kernel. A key may
 be finer than Triton's, never coarser: alignment is asked of every pointer in every call. Whatever is not

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import open_tiny
 
 from gapless.engine import memory
 from gapless.engine.memory import MemoryEstimate, extrapolate, measure, num_blocks_on_gpu, report_of
@@ -225,3 +226,9 @@ def test_the_report_sets_the_estimate_beside_what_graphs_took(gpu):
     assert report["actual"] == {"pool_bytes": 7, "driver_bytes": 3}
     assert (report["estimate"]["pool_bytes"], report["estimate"]["driver_bytes"]) == (6, 4)
     assert report_of(None, store)["estimate"] is None
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.5, True), (0.9, False)])
+def test_a_share_of_memory_that_decides_nothing_is_said_to_decide_nothing(tmp_path, caplog, share, told):
+    open_tiny(tmp_path, gpu_memory_utilization=share).runner.shutdown()
+    assert ("--gpu-memory-utilization=0.5 has no effect" in caplog.text) is told

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from gapless.serve.protocol.common import IGNORED, PARTS_BRANCH, TEXT_BRANCH, FirstFault, Strict
-from gapless.serve.protocol.generation import GenerationRequest
+from gapless.serve.protocol.generation import NEUTRAL, GenerationRequest
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -157,8 +157,7 @@ class NamedTool(Strict):
 class ChatRequest(GenerationRequest):
     ignored: ClassVar[tuple[str, ...]] = tuple(IGNORED)
     neutral: ClassVar[tuple[str, ...]] = (
-        "logit_bias",
-        "best_of",
+        *NEUTRAL,
         "functions",
         "function_call",
         "modalities",
@@ -168,18 +167,6 @@ class ChatRequest(GenerationRequest):
         "reasoning_effort",
         "verbosity",
         "web_search_options",
-        "use_beam_search",
-        "length_penalty",
-        "early_stopping",
-        "spaces_between_special_tokens",
-        "truncate_prompt_tokens",
-        "prompt_logprobs",
-        "priority",
-        "bad_words",
-        "logits_processors",
-        "allowed_token_ids",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
         "documents",
         "mm_processor_kwargs",
         "chat_template",

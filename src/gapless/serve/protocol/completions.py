@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import PlainValidator, WithJsonSchema
 
 from gapless.serve.protocol.common import IGNORED
-from gapless.serve.protocol.generation import GenerationRequest
+from gapless.serve.protocol.generation import NEUTRAL, GenerationRequest
 
 MAX_PROMPTS = 1024
 
@@ -53,21 +53,8 @@ Prompts = Annotated[
 class CompletionRequest(GenerationRequest):
     ignored: ClassVar[tuple[str, ...]] = tuple(IGNORED)
     neutral: ClassVar[tuple[str, ...]] = (
-        "logit_bias",
-        "best_of",
+        *NEUTRAL,
         "suffix",
-        "use_beam_search",
-        "length_penalty",
-        "early_stopping",
-        "spaces_between_special_tokens",
-        "truncate_prompt_tokens",
-        "prompt_logprobs",
-        "priority",
-        "bad_words",
-        "logits_processors",
-        "allowed_token_ids",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
     )
 
     prompt: Prompts

@@ -83,6 +83,25 @@ class StructuredOutputs(Strict):
         return self
 
 
+NEUTRAL = (
+    "logit_bias",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "priority",
+    "bad_words",
+    "logits_processors",
+    "allowed_token_ids",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+"""Fields of both endpoints that only their neutral values may have."""
+
+
 class GenerationRequest(EndpointRequest):
     """Every field is None when it was left out: defaults are ``SamplingParams``' own."""
 

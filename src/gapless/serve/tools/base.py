@@ -12,6 +12,8 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple, Protocol
 
+from gapless.serve.tools.json_call import JsonCall
+
 ID_ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -59,6 +61,19 @@ class CallNumbers:
 
     def arguments(self, text: str) -> ToolDelta:
         return ToolDelta(call=self.num_calls - 1, arguments=text)
+
+    def read(self, call: JsonCall, text: str) -> list[Piece]:
+        """Feed ``text`` to ``call`` and return what is certain of it; ``call.used`` tells what was its own."""
+        call.feed(text)
+        pieces: list[Piece] = []
+        if call.can_start and not call.has_failed and not call.has_started:
+            call.has_started = True
+            pieces.append(self.start(call.name or ""))
+        if call.has_started:
+            arguments = call.take_arguments()
+            if arguments:
+                pieces.append(self.arguments(arguments))
+        return pieces
 
     def content(self, text: str) -> list[Piece]:
         """``text`` as content, less white space at its end, which is held back."""

@@ -16,7 +16,6 @@ class CallList:
     def __init__(self, numbers: CallNumbers) -> None:
         self._numbers = numbers
         self._call: JsonCall | None = None
-        self._has_started = False
         self._opened = False
         self._num_before = numbers.num_calls
         self.raw = ""
@@ -38,15 +37,8 @@ class CallList:
     def _read_call(self, text: str, pieces: list[Piece]) -> str:
         call = self._call
         assert call is not None
-        call.feed(text)
+        pieces += self._numbers.read(call, text)
         self.raw += text[: call.used]
-        if call.can_start and not call.has_failed and not self._has_started:
-            self._has_started = True
-            pieces.append(self._numbers.start(call.name or ""))
-        if self._has_started:
-            arguments = call.take_arguments()
-            if arguments:
-                pieces.append(self._numbers.arguments(arguments))
         if call.has_failed:
             self.is_done = True
         if call.is_done or call.has_failed:
@@ -56,7 +48,7 @@ class CallList:
     def _read_between(self, text: str) -> str:
         character = text[0]
         if character == "{" and self._opened:
-            self._call, self._has_started = JsonCall(), False
+            self._call = JsonCall()
             return text
         self.raw += character
         if character == "[" and not self._opened:

@@ -16,7 +16,6 @@ class HermesParser:
         self._text = ""
         """Not decided yet."""
         self._call: JsonCall | None = None
-        self._has_started = False
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -29,7 +28,7 @@ class HermesParser:
         pieces: list[Piece] = []
         if self._call is None:
             pieces += self._numbers.content(self._text)
-        elif not self._has_started:
+        elif not self._call.has_started:
             pieces += self._numbers.content(_OPEN + self._call.raw + self._text)
         self._text = ""
         return pieces + self._numbers.finish()
@@ -41,17 +40,10 @@ class HermesParser:
         if self._call.is_done:
             return self._read_close()
         call = self._call
-        call.feed(self._text)
+        pieces += self._numbers.read(call, self._text)
         self._text = self._text[call.used :]
-        if call.can_start and not call.has_failed and not self._has_started:
-            self._has_started = True
-            pieces.append(self._numbers.start(call.name or ""))
-        if self._has_started:
-            arguments = call.take_arguments()
-            if arguments:
-                pieces.append(self._numbers.arguments(arguments))
         if call.has_failed:
-            if not self._has_started:
+            if not call.has_started:
                 pieces += self._numbers.content(_OPEN + call.raw)
             self._call = None
         return True
@@ -60,7 +52,7 @@ class HermesParser:
         before, tag, after = self._text.partition(_OPEN)
         if tag:
             pieces += self._numbers.content(before)
-            self._text, self._call, self._has_started = after, JsonCall(), False
+            self._text, self._call = after, JsonCall()
             return True
         kept = held_back(self._text, _OPEN)
         end = len(self._text) - kept

@@ -24,6 +24,8 @@ class JsonCall:
         self.raw = ""
         """Everything read so far, for the case that it is no call after all."""
         self.used = 0
+        self.has_started = False
+        """It has been announced: what follows can no longer be content."""
         self._is_bare = name is not None
         self._state: _State = "value" if self._is_bare else "start"
         self._key = "arguments" if self._is_bare else ""

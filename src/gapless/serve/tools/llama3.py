@@ -19,7 +19,6 @@ class Llama3Parser:
         self._prefix = ""
         """Text before the current object, for the case that it is no call."""
         self._call: JsonCall | None = None
-        self._has_started = False
         self._is_content = False
 
     def feed(self, text: str) -> list[Piece]:
@@ -31,7 +30,7 @@ class Llama3Parser:
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
-        if self._call is not None and not self._has_started:
+        if self._call is not None and not self._call.has_started:
             pieces += self._numbers.content(self._prefix + self._call.raw)
         elif self._call is None and not self._is_content:
             pieces += self._numbers.content(self._prefix + self._text)
@@ -45,17 +44,10 @@ class Llama3Parser:
         if self._call is None:
             return self._look_for_call(pieces)
         call = self._call
-        call.feed(self._text)
+        pieces += self._numbers.read(call, self._text)
         self._text = self._text[call.used :]
-        if call.can_start and not call.has_failed and not self._has_started:
-            self._has_started = True
-            pieces.append(self._numbers.start(call.name or ""))
-        if self._has_started:
-            arguments = call.take_arguments()
-            if arguments:
-                pieces.append(self._numbers.arguments(arguments))
         if call.has_failed:
-            if not self._has_started:
+            if not call.has_started:
                 pieces += self._numbers.content(self._prefix + call.raw)
             self._is_content, self._call = True, None
         elif call.is_done:
@@ -71,7 +63,7 @@ class Llama3Parser:
         self._prefix += self._text[:skipped]
         self._text = self._text[skipped:]
         if self._text.startswith("{"):
-            self._call, self._has_started = JsonCall(), False
+            self._call = JsonCall()
             return True
         if self._text.startswith(_TAG):
             self._prefix += _TAG

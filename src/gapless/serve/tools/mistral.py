@@ -23,7 +23,6 @@ class MistralParser:
         self._list: CallList | None = None
         self._call: JsonCall | None = None
         self._name = ""
-        self._has_started = False
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -37,7 +36,7 @@ class MistralParser:
         if self._list is not None:
             pieces += self._leave_list()
         elif self._call is not None:
-            if not self._has_started:
+            if not self._call.has_started:
                 pieces += self._numbers.content(_MARKER + self._name + self._call.raw)
         elif self._is_marked:
             pieces += self._numbers.content(_MARKER + self._text)
@@ -79,7 +78,7 @@ class MistralParser:
             self._name = self._text[: self._text.index("{")]
             self._text = self._text[len(self._name) :]
             self._call = JsonCall(name=_function_name(name))
-            self._is_marked = self._has_started = False
+            self._is_marked = False
             return True
         if len(text) > _MAX_NAME_CHARS or _MARKER in text:
             pieces += self._numbers.content(_MARKER)
@@ -88,16 +87,9 @@ class MistralParser:
         return False
 
     def _read_arguments(self, call: JsonCall, pieces: list[Piece]) -> None:
-        call.feed(self._text)
+        pieces += self._numbers.read(call, self._text)
         self._text = self._text[call.used :]
-        if call.can_start and not call.has_failed and not self._has_started:
-            self._has_started = True
-            pieces.append(self._numbers.start(call.name or ""))
-        if self._has_started:
-            arguments = call.take_arguments()
-            if arguments:
-                pieces.append(self._numbers.arguments(arguments))
-        if call.has_failed and not self._has_started:
+        if call.has_failed and not call.has_started:
             pieces += self._numbers.content(_MARKER + self._name + call.raw)
         if call.is_done or call.has_failed:
             self._call = None
