@@ -63,7 +63,7 @@ class CallNumbers:
         return ToolDelta(call=self.num_calls - 1, arguments=text)
 
     def read(self, call: JsonCall, text: str) -> list[Piece]:
-        """Feed ``text`` to ``call`` and return what is certain of it; ``call.used`` tells what was its own."""
+        """Feed ``text`` to ``call``; returns what is certain now. ``call.used`` tells what was its own."""
         call.feed(text)
         pieces: list[Piece] = []
         if call.can_start and not call.has_failed and not call.has_started:
