@@ -1,0 +1,1 @@
+"""Images and videos in prompts: loading, preparing, and what stands for them in a batch."""
