@@ -2,7 +2,8 @@
 
 Values are drawn on the target device from one seeded generator in the order of the checkpoint's names, so the
 same seed, shape, dtype and kind of device give the same model. Matrices are small enough that logits of deep
-models stay finite; norms are 1, so activations keep their scale.
+models stay finite; norms are 1, so activations keep their scale. A rank that holds a part of the model draws
+each tensor whole and keeps its slice, so all ranks together are the model that one rank would have.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def fill_dummy_weights(
         if name.endswith("norm.weight"):
             target.tensor.fill_(1.0)
         else:
-            target.tensor.copy_(_normal(target.shape, target.tensor, generator))
+            target.tensor.copy_(target.part_of(_normal(target.shape, target.tensor, generator)))
         if progress is not None:
             progress("weights", done, len(targets))
 

@@ -10,8 +10,9 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,36 +20,68 @@ from torch import Tensor, nn
 
 from gapless.errors import ModelError
 from gapless.models.packed_linear import PackedWeight, can_pack
+from gapless.parallel.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where parameters live."""
+    """Where parameters live, and which part of the model this process holds."""
 
     dtype: torch.dtype
     device: torch.device
+    shard: Shard = WHOLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """``length`` rows, columns, … of a tensor from ``start`` on, in dimension ``dim``."""
+
+    dim: int
+    start: int
+    length: int
+
+    def indices(self) -> tuple[slice, ...]:
+        """What to index a tensor (or a stored one) with."""
+        return (*(slice(None),) * self.dim, slice(self.start, self.start + self.length))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightTarget:
-    """Where one tensor of a checkpoint goes: a view into a parameter, and the shape the file must have."""
+    """Where one tensor of a checkpoint goes: a view into a parameter, and the shape the file must have.
+
+    ``part``: the slice of the checkpoint's tensor that this rank holds; None: all of it.
+    """
 
     tensor: Tensor
     shape: tuple[int, ...]
+    part: Slice | None = None
 
     def load(self, name: str, value: Tensor, *, source: str) -> None:
-        """Copy ``value`` in, converting dtype and device. Raises ``ModelError`` naming source and tensor."""
-        if tuple(value.shape) != self.shape:
+        """Copy this rank's part of the whole tensor ``value`` in, converting dtype and device. Raises
+        ``ModelError`` naming source and tensor."""
+        self.check_shape(name, value.shape, source=source)
+        self.load_part(name, self.part_of(value), source=source)
+
+    def part_of(self, value: Any) -> Tensor:
+        """This rank's part of a whole tensor, or of one in a file that reads what it is indexed with."""
+        return value if self.part is None else value[self.part.indices()]
+
+    def load_part(self, name: str, part: Tensor, *, source: str) -> None:
+        """Copy in what ``part_of`` gave. Raises ``ModelError`` for a dtype that cannot be loaded."""
+        if not part.is_floating_point() or part.element_size() < 2:
             raise ModelError(
-                f"{source}: tensor '{name}' has shape {tuple(value.shape)}, the config asks for {self.shape}"
-            )
-        if not value.is_floating_point() or value.element_size() < 2:
-            raise ModelError(
-                f"{source}: tensor '{name}' has dtype {value.dtype}; only float32, float16 and bfloat16 can "
+                f"{source}: tensor '{name}' has dtype {part.dtype}; only float32, float16 and bfloat16 can "
                 f"be loaded"
             )
         with torch.no_grad():
-            self.tensor.copy_(value)
+            self.tensor.copy_(part)
+
+    def check_shape(self, name: str, shape: Iterable[int], *, source: str) -> None:
+        """Raises ``ModelError`` where the checkpoint's tensor has another shape than the config asks for."""
+        if tuple(shape) != self.shape:
+            raise ModelError(
+                f"{source}: tensor '{name}' has shape {tuple(shape)}, the config asks for {self.shape}"
+            )
 
 
 class RMSNorm(nn.Module):

@@ -2,16 +2,18 @@
 parameters.
 
 Nothing is held twice: a tensor is mapped, converted to the target dtype and device by one copy, and
-forgotten. Every parameter must be filled exactly once and every tensor of the files must have a place; what
-is missing, truncated, surplus or of another shape is a ``ModelError`` naming file and tensor.
-``layers.WeightTarget`` does the copy.
+forgotten; of a tensor that ranks share, only this rank's slice is read. Every parameter must be filled
+exactly once and every tensor of the files must have a place; what is missing, truncated, surplus or of
+another shape is a ``ModelError`` naming file and tensor. ``layers.WeightTarget`` does the copy.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from gapless.errors import ModelError
 from gapless.models.decoder import Decoder
+from gapless.models.layers import WeightTarget
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) as loading goes on."""
@@ -39,14 +42,15 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
     missing = model.weight_targets()
     files = _shard_files(folder)
     finished, total = 0, sum(path.stat().st_size for path in files)
-    repeated_head: tuple[Path, Tensor] | None = None
+    repeated_head: tuple[Path, Tensor | None] | None = None
+    embedding = missing[_EMBEDDING]
     for path, names in files.items():
         done = finished
-        for name, value in _tensors(path, names):
+        for name, stored in _stored_tensors(path, names):
             if _TABLES.fullmatch(name):
                 continue
             if name == _HEAD and model.config.tie_word_embeddings:
-                repeated_head = path, value
+                repeated_head = path, stored.read(embedding) if stored.shape == embedding.shape else None
                 continue
             target = missing.pop(name, None)
             if target is None:
@@ -54,8 +58,10 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
                     f"{path}: tensor '{name}' has no place in a {model.info.architecture} with this config; "
                     f"config and weights do not belong together"
                 )
-            target.load(name, value, source=str(path))
-            done += value.numel() * value.element_size()
+            target.check_shape(name, stored.shape, source=str(path))
+            part = stored.read(target)
+            target.load_part(name, part, source=str(path))
+            done += math.prod(stored.shape) * part.element_size()
             if progress is not None:
                 progress("weights", done, total)
         finished += path.stat().st_size
@@ -63,7 +69,7 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
         names_text = ", ".join(list(missing)[:3]) + (" …" if len(missing) > 3 else "")
         raise ModelError(f"{folder}: {len(missing)} tensors are missing from the shards: {names_text}")
     if repeated_head is not None:
-        _check_tied(model, repeated_head[1], source=str(repeated_head[0]))
+        _check_tied(repeated_head[1], embedding.tensor, source=str(repeated_head[0]))
     if progress is not None:
         progress("weights", total, total)
 
@@ -114,14 +120,30 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _tensors(path: Path, expected: frozenset[str] | None) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredTensor:
+    """A tensor of an open file: nothing of it is read before it is asked for."""
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, target: WeightTarget) -> Tensor:
+        """The part that goes to ``target``, mapped."""
+        if target.part is None:
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[target.part.indices()]
+
+
+def _stored_tensors(path: Path, expected: frozenset[str] | None) -> Iterator[tuple[str, _StoredTensor]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as shard:
             names = list(shard.keys())
             if expected is not None:
                 _check_names(path, expected, frozenset(names))
             for name in names:
-                yield name, shard.get_tensor(name)
+                shape = tuple(shard.get_slice(name).get_shape())
+                yield name, _StoredTensor(file=shard, name=name, shape=shape)
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{path}: truncated or not a safetensors file ({error}); download it again"
@@ -139,11 +161,11 @@ def _check_names(path: Path, expected: frozenset[str], found: frozenset[str]) ->
         )
 
 
-def _check_tied(model: Decoder, value: Tensor, *, source: str) -> None:
-    """A tied checkpoint may repeat the embedding as head; a different one would be lost in silence."""
-    embedding = model.embedding
-    if tuple(value.shape) == tuple(embedding.shape):
-        same = value.to(dtype=embedding.dtype, device=embedding.device)
+def _check_tied(head: Tensor | None, embedding: Tensor, *, source: str) -> None:
+    """A tied checkpoint may repeat the embedding as head; a different one would be lost in silence. ``head``
+    is None where its shape differs."""
+    if head is not None:
+        same = head.to(dtype=embedding.dtype, device=embedding.device)
         if torch.equal(same, embedding):
             return
     raise ModelError(
