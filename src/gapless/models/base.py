@@ -27,6 +27,14 @@ class ModelInfo:
     max_model_len: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...] = ()
+    rope_axes: int = 1
+    """Positions of a token: 1, or 3 (temporal, vertical, horizontal) for m-rope."""
+    num_deepstack: int = 0
+    """Decoder layers behind which features of media are added."""
+    is_multimodal: bool = False
+    image_token_id: int | None = None
+    """Its placeholder in a prompt, one for each row of an encoder's output; likewise for videos."""
+    video_token_id: int | None = None
 
 
 class CausalModel(Protocol):
@@ -40,13 +48,20 @@ class CausalModel(Protocol):
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """``[T] int32/int64 -> [T, E]``."""
 
-    def layers(self, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
-        """The layer stack and the final norm: ``[T, E], [T] int32/int64 -> [T, E]``."""
+    def layers(self, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None) -> Tensor:
+        """The layer stack and the final norm: ``[T, E], [T] int32/int64 -> [T, E]``.
+
+        With ``info.rope_axes`` of 3 positions are ``[3, T]``, or ``[T]`` where all axes agree (text).
+        ``deepstack_LTE``: added behind each of the first ``L`` layers; zeros where a row is no media.
+        """
+
+    def merge_media(self, hidden_TE: Tensor, media_TE: Tensor, is_media_T: Tensor) -> Tensor:
+        """Rows of ``media`` where ``is_media`` (bool or 0/1) is set, else of ``hidden``; a new tensor."""
 
     def hidden_states_of_drawn(
-        self, input_ids_T: Tensor, positions_T: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+        self, input_ids_T: Tensor, positions: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
     ) -> Tensor:
-        """``layers(embed(ids))``, where an id is the larger of ``input_ids[t]`` and
+        """``layers(embed(ids), positions)``, where an id is the larger of ``input_ids[t]`` and
         ``drawn[drawn_rows[t]]``."""
 
     def head(self, hidden_RE: Tensor) -> Tensor:

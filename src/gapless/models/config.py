@@ -42,6 +42,10 @@ class DecoderConfig:
     tie_word_embeddings: bool
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    num_deepstack: int = 0
+    """Layers behind which features of a vision tower are added (Qwen3-VL)."""
+    image_token_id: int | None = None
+    video_token_id: int | None = None
     dtype_name: str | None = None
     """What the config says the weights are stored in, for example ``bfloat16``."""
 

@@ -31,6 +31,7 @@ from gapless.models.layers import (
     WeightTarget,
     empty_parameter,
 )
+from gapless.models.mrope import AxisAngles
 from gapless.models.rope import rope_table, rotate
 
 
@@ -59,6 +60,11 @@ class Decoder(nn.Module):
             max_model_len=config.max_model_len,
             dtype=dtype,
             eos_token_ids=config.eos_token_ids,
+            rope_axes=1 if config.rope.axis_sections is None else 3,
+            num_deepstack=config.num_deepstack,
+            is_multimodal=config.image_token_id is not None,
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
         )
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size, placement=placement)
         blocks = [DecoderLayer(config, layer_index=i, placement=placement) for i in range(config.num_layers)]
@@ -69,8 +75,13 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings
             else empty_parameter(config.vocab_size, config.hidden_size, placement=placement)
         )
-        self.rope_P2F: Tensor
-        table_P2F = rope_table(config.rope, max_positions=max_positions, dtype=dtype, device=device)
+        self.rope_P2F: Tensor | None
+        self.angles: AxisAngles | None = None
+        table_P2F = None
+        if config.rope.axis_sections is None:
+            table_P2F = rope_table(config.rope, max_positions=max_positions, dtype=dtype, device=device)
+        else:
+            self.angles = AxisAngles(config.rope, dtype=dtype, device=device)
         self.register_buffer("rope_P2F", table_P2F, persistent=False)
         self.has_fused_kernels = has_fused_kernels(device)
         """Whether ``layers`` takes the path of ``fused.py``."""
@@ -80,26 +91,47 @@ class Decoder(nn.Module):
         """``[T] -> [T, E]``."""
         return F.embedding(input_ids_T, self.embedding)
 
-    def layers(self, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
-        """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``."""
+    def layers(self, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None) -> Tensor:
+        """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``.
+
+        Positions of an m-rope model are ``[3, T]``, or ``[T]`` where all axes agree. ``deepstack_LTE`` (zeros
+        where a row is no media) is added behind each of the first ``L`` layers; None adds nothing.
+        """
         if self.has_fused_kernels:
-            return fused_layers(self, hidden_TE, positions_T)
-        cos_T1F, sin_T1F = self.rope_P2F.index_select(0, positions_T).split(1, dim=1)
-        for block in self.blocks:
+            return fused_layers(self, hidden_TE, positions, deepstack_LTE)
+        cos_T1F, sin_T1F = self.rope_rows(positions).split(1, dim=1)
+        num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
+        for index, block in enumerate(self.blocks):
             hidden_TE = block(hidden_TE, cos_T1F, sin_T1F)
+            if deepstack_LTE is not None and index < num_deepstack:
+                hidden_TE = hidden_TE + deepstack_LTE[index]
         return self.final_norm(hidden_TE)
 
+    def rope_rows(self, positions: Tensor) -> Tensor:
+        """``[T, 2, F]``: cosines (0) and sines (1) of each token."""
+        if self.angles is not None:
+            return self.angles(positions)
+        assert self.rope_P2F is not None
+        return self.rope_P2F.index_select(0, positions)
+
+    def merge_media(self, hidden_TE: Tensor, media_TE: Tensor, is_media_T: Tensor) -> Tensor:
+        """Rows of ``media`` where ``is_media`` (bool or 0/1) is set, else of ``hidden``; a new tensor.
+
+        Dense, so that a graph can hold it: rows are chosen on the device and none is counted or gathered.
+        """
+        return torch.where(is_media_T.bool().unsqueeze(1), media_TE, hidden_TE)
+
     def hidden_states_of_drawn(
-        self, input_ids_T: Tensor, positions_T: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+        self, input_ids_T: Tensor, positions: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
     ) -> Tensor:
-        """``layers(embed(ids))``, where an id is the larger of ``input_ids[t]`` and
+        """``layers(embed(ids), positions)``, where an id is the larger of ``input_ids[t]`` and
         ``drawn[drawn_rows[t]]``."""
         if self.has_fused_kernels:
             return fused_hidden_states(
-                self, input_ids_T, positions_T, drawn_rows_T=drawn_rows_T, drawn_R=drawn_R
+                self, input_ids_T, positions, drawn_rows_T=drawn_rows_T, drawn_R=drawn_R
             )
         drawn_T = drawn_R.index_select(0, drawn_rows_T)
-        return self.layers(self.embed(torch.maximum(input_ids_T, drawn_T)), positions_T)
+        return self.layers(self.embed(torch.maximum(input_ids_T, drawn_T)), positions)
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""
@@ -111,9 +143,9 @@ class Decoder(nn.Module):
             return fused_linear(self.lm_head, hidden_RE)
         return self.lm_head(hidden_RE)
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def forward(self, input_ids_T: Tensor, positions: Tensor) -> Tensor:
         """Logits of every token; the engine calls the three parts instead."""
-        return self.head(self.layers(self.embed(input_ids_T), positions_T))
+        return self.head(self.layers(self.embed(input_ids_T), positions))
 
     def attention_layers(self) -> list[Attention]:
         """The ``Attention`` modules in layer order."""

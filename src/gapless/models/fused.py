@@ -43,23 +43,25 @@ def prepare_products(model: Decoder) -> None:
     compile_products(matrices)
 
 
-def fused_layers(model: Decoder, hidden_TE: Tensor, positions_T: Tensor) -> Tensor:
-    """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``."""
+def fused_layers(
+    model: Decoder, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None
+) -> Tensor:
+    """The layer stack and the final norm: ``[T, E], [T] or [3, T] -> [T, E]``."""
     norm = model.blocks[0].attention_norm
     normed_TE = fused_rms_norm(hidden_TE, norm.weight, norm.eps)
-    return _run_layers(model, hidden_TE, normed_TE, positions_T)
+    return _run_layers(model, hidden_TE, normed_TE, positions, deepstack_LTE)
 
 
 def fused_hidden_states(
-    model: Decoder, input_ids_T: Tensor, positions_T: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+    model: Decoder, input_ids_T: Tensor, positions: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
 ) -> Tensor:
-    """Embedding, layers and final norm: ``[T], [T] -> [T, E]``. Where ``input_ids`` is 0, the token is
-    ``drawn[drawn_rows]``: what the step before drew, which the host need not know."""
+    """Embedding, layers and final norm: ``[T], [T] or [3, T] -> [T, E]``. Where ``input_ids`` is 0, the token
+    is ``drawn[drawn_rows]``: what the step before drew, which the host need not know."""
     norm = model.blocks[0].attention_norm
     hidden_TE, normed_TE = fused_embed_rms_norm(
         input_ids_T, drawn_rows_T, drawn_R, model.embedding, norm.weight, norm.eps
     )
-    return _run_layers(model, hidden_TE, normed_TE, positions_T)
+    return _run_layers(model, hidden_TE, normed_TE, positions, None)
 
 
 def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
@@ -82,15 +84,31 @@ def _matrices(linears: Sequence[Linear], *, is_gated: bool = False) -> Matrices:
     return Matrices(weights=weights, bias=linears[0].bias, is_gated=is_gated)
 
 
-def _run_layers(model: Decoder, residual_TE: Tensor, normed_TE: Tensor, positions_T: Tensor) -> Tensor:
+def _run_layers(
+    model: Decoder, residual_TE: Tensor, normed_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None
+) -> Tensor:
+    rope_P2F, positions_T = _rope_table(model, positions)
+    num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
-    for block, norm_after in zip(model.blocks, norms_after, strict=True):
-        attended_THD = _attention(block.attention, normed_TE, model.rope_P2F, positions_T)
+    for index, (block, norm_after) in enumerate(zip(model.blocks, norms_after, strict=True)):
+        attended_THD = _attention(block.attention, normed_TE, rope_P2F, positions_T)
         update_TE = fused_linear(block.attention.out, attended_THD.flatten(1))
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
         update_TE = fused_linear(block.mlp.down, _activated(block.mlp.gate_up, normed_TE))
+        if deepstack_LTE is not None and index < num_deepstack:
+            update_TE = update_TE + deepstack_LTE[index]
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
     return normed_TE
+
+
+def _rope_table(model: Decoder, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotary table of a step and each token's row in it: the model's table by position, or for m-rope
+    the step's own, whose rows are the tokens."""
+    if model.angles is None:
+        assert model.rope_P2F is not None
+        return model.rope_P2F, positions
+    rows_T2F = model.angles(positions)
+    return rows_T2F, torch.arange(rows_T2F.shape[0], dtype=torch.int32, device=rows_T2F.device)
 
 
 def _attention(

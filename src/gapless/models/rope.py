@@ -61,6 +61,10 @@ class RopeConfig:
     truncate: bool = True
     divisors: tuple[float, ...] | None = None
     """One divisor per frequency where a GGUF file stores them instead of the formula (Llama 3.1)."""
+    axis_sections: tuple[int, int, int] | None = None
+    """m-rope: how many frequencies turn with the temporal, vertical and horizontal position."""
+    axis_layout: Literal["chunked", "interleaved"] = "chunked"
+    """How the sections lie among the frequencies; ``mrope.py`` has the rule."""
 
     @property
     def trained_positions(self) -> int:
