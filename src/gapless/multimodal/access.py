@@ -37,8 +37,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaAccess:
-    """``local_path``: a folder whose files ``file:`` URLs may name; None: none. ``domains``: hosts that may be
-    asked over http and https, as ``example.org`` (on the usual ports) or ``example.org:8080``; none: none.
+    """``local_path``: a folder whose files ``file:`` URLs may name; None: none. ``domains``: hosts that may
+    be asked over http and https, as ``example.org`` (on the usual ports) or ``example.org:8080``.
 
     Raises ``ConfigError`` for a folder that is none and for names that are no host.
     """
@@ -69,15 +69,15 @@ class MediaAccess:
         if scheme in _DEFAULT_PORTS:
             return self._read_web(url, kind=kind, max_bytes=max_bytes, name=name, resolve=resolve)
         raise RequestError(
-            f"{name}: {_shown(url)!r} is no URL that can be read; send data:{kind}/...;base64,... (or an http, "
-            "https or file URL where the server allows it)"
+            f"{name}: {_shown(url)!r} is no URL that can be read; send data:{kind}/...;base64,... (or an "
+            "http, https or file URL where the server allows it)"
         )
 
     def _read_file(self, url: str, *, kind: str, max_bytes: int, name: str) -> bytes:
         if self.local_path is None:
             raise RequestError(
-                f"{name}: files of the server are not read; send the {kind} as a data URL, or start the server "
-                "with --allowed-local-media-path"
+                f"{name}: files of the server are not read; send the {kind} as a data URL, or start the "
+                "server with --allowed-local-media-path"
             )
         parts = _parsed(url, name)
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
@@ -96,8 +96,8 @@ class MediaAccess:
     def _read_web(self, url: str, *, kind: str, max_bytes: int, name: str, resolve: Resolve | None) -> bytes:
         if not self.domains:
             raise RequestError(
-                f"{name}: nothing is fetched from the web; send the {kind} as a data URL, or start the server "
-                "with --allowed-media-domains"
+                f"{name}: nothing is fetched from the web; send the {kind} as a data URL, or start the "
+                "server with --allowed-media-domains"
             )
         return fetch(
             url,

@@ -117,9 +117,7 @@ def _opened(data: bytes, name: str) -> Image.Image:
             raise RequestError(f"{name}: SVG is a drawing, not pixels; send it as PNG") from None
         if isinstance(error, Image.UnidentifiedImageError):
             formats = ", ".join(FORMATS)
-            raise RequestError(
-                f"{name}: these bytes are no image that can be read (read: {formats})"
-            ) from None
+            raise RequestError(f"{name}: these bytes are no image that can be read ({formats})") from None
         raise RequestError(f"{name}: the file is broken ({_line(error)})") from None
 
 

@@ -57,8 +57,8 @@ def open_image(
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
             raise RequestError(
-                f"{name}: an array of shape {source.shape} and type {source.dtype} is no image; pass uint8 of "
-                "shape (height, width, 3)"
+                f"{name}: an array of shape {source.shape} and type {source.dtype} is no image; pass uint8 "
+                "of shape (height, width, 3)"
             )
         source = images.from_pixels(source)
     if isinstance(source, images.Image.Image):

@@ -1,10 +1,10 @@
 """Bytes of a video file to RGB frames at chosen moments, or a refusal that says what is wrong.
 
 Containers and codecs come from short lists, because a demuxer for playlists would read other files and
-addresses, and every codec is a parser of what strangers send. First the packets are counted, without decoding,
-then sampling chooses, then frames are decoded up to the last one chosen and only those are kept: memory is
-bounded by what is taken, not by how long the video is. Safe to call from many threads. Frames ``F``, height
-``H``, width ``W``, channels ``C``. Read ``loading.py`` for where bytes come from.
+addresses, and every codec is a parser of what strangers send. First the packets are counted, without
+decoding, then sampling chooses, then frames are decoded up to the last one chosen and only those are kept:
+memory is bounded by what is taken, not by how long the video is. Safe to call from many threads. Frames
+``F``, height ``H``, width ``W``, channels ``C``. Read ``loading.py`` for where bytes come from.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _survey(data: bytes, limits: MediaLimits, name: str) -> VideoFacts:
         seconds = max(seconds, num_packets / fps)
         if seconds > limits.max_video_seconds:
             raise RequestError(
-                f"{name}: it lasts {seconds:.0f} seconds, the limit is {limits.max_video_seconds}; cut it, or "
-                "raise --max-video-seconds"
+                f"{name}: it lasts {seconds:.0f} seconds, the limit is {limits.max_video_seconds}; cut "
+                "it, or raise --max-video-seconds"
             )
         return VideoFacts(num_frames=num_packets, fps=fps)
 
@@ -125,9 +125,7 @@ def _survey(data: bytes, limits: MediaLimits, name: str) -> VideoFacts:
 def _checked(chosen: Sequence[int], facts: VideoFacts, limits: MediaLimits, name: str) -> list[int]:
     indices = [int(index) for index in chosen]
     if not indices or indices != sorted(indices) or not 0 <= indices[0] <= indices[-1] < facts.num_frames:
-        raise RequestError(
-            f"{name}: no frames can be sampled from its {facts.num_frames}; use a longer video"
-        )
+        raise RequestError(f"{name}: {facts.num_frames} frames are too few to sample; send a longer video")
     if len(indices) > limits.max_video_frames:
         raise RequestError(
             f"{name}: {len(indices)} frames would be taken of it, the limit is {limits.max_video_frames}; "
@@ -175,10 +173,10 @@ def _opened(data: bytes, name: str) -> Any:
     }
     try:
         return av.open(io.BytesIO(data), mode="r", container_options=options, metadata_errors="replace")
-    except (av.error.FFmpegError, ValueError) as error:
+    except (av.error.FFmpegError, ValueError):
         raise RequestError(
-            f"{name}: these bytes are no video that can be read (MP4, WebM, MKV, AVI, MPEG, FLV, Ogg or GIF; "
-            f"{_line(error)})"
+            f"{name}: these bytes are no video that can be read (MP4, WebM, MKV, AVI, MPEG, FLV, Ogg, GIF), "
+            "or it is cut short"
         ) from None
 
 
@@ -202,8 +200,8 @@ def _check_frame_size(width: int, height: int, limits: MediaLimits, name: str) -
         )
     if max(width, height) > limits.max_aspect_ratio * min(width, height):
         raise RequestError(
-            f"{name}: its frames are {width} x {height} pixels, one side over {limits.max_aspect_ratio} times "
-            "the other; crop it"
+            f"{name}: its frames are {width} x {height} pixels, one side over {limits.max_aspect_ratio} "
+            "times the other; crop it"
         )
 
 

@@ -81,9 +81,7 @@ def _address_of(target: WebTarget, name: str, resolve: Callable[[str, int], list
     if not addresses:
         raise RequestError(f"{name}: the host {target.host} cannot be found")
     if not target.may_be_private and not all(target.is_public(address) for address in addresses):
-        raise RequestError(
-            f"{name}: the host {target.host} is not on the public internet, so it is not asked"
-        )
+        raise RequestError(f"{name}: the host {target.host} is not on the public internet; it is not asked")
     return addresses[0]
 
 
