@@ -4,8 +4,9 @@ Compiling runs in threads (xgrammar leaves the interpreter free meanwhile), so a
 but its own request; what is compiled is kept by its text, for all requests. A matcher belongs to one choice:
 it takes each token that was drawn and gives a bit per token of the vocabulary for the next. Its state follows
 ``Sequence.token_ids``, which a preemption keeps. Invariants: whatever is wrong with a grammar is a
-``RequestError`` with the compiler's reason; a grammar whose masks become expensive ends its own request only.
-Read ``grammar_masks.py`` for the way of the bits to the device.
+``RequestError`` with the compiler's reason; a grammar whose masks become expensive ends its own request only;
+what a matcher allows is valid UTF-8 (``utf8.py``). Read ``grammar_masks.py`` for the way of the bits to the
+device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from gapless.engine.detokenizer import TokenizerLike
 from gapless.engine.grammar_schema import close_gaps, prepare_schema
+from gapless.engine.utf8 import START, Utf8Masks
 from gapless.errors import GaplessError, RequestError
 from gapless.sampling.structured import GrammarKind, StructuredOutputsParams
 
@@ -41,8 +43,8 @@ _MAX_THREADS = 4
 class CompiledGrammar:
     """A grammar over the tokens of one model, shared by all who ask for it."""
 
-    def __init__(self, handle: Any, vocab_size: int) -> None:
-        self.handle, self.vocab_size = handle, vocab_size
+    def __init__(self, handle: Any, utf8: Utf8Masks) -> None:
+        self.handle, self.utf8 = handle, utf8
         self.num_bytes: int = handle.memory_size_bytes
 
 
@@ -53,9 +55,8 @@ class GrammarMatcher:
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(grammar.handle, override_stop_tokens=sorted(end_ids))
+        self._utf8, self._utf8_state = grammar.utf8, START
         self._spent_s = 0.0
-        self._last_word = (1 << grammar.vocab_size % 32) - 1 or -1
-        """Bits of the last word that belong to tokens."""
 
     @property
     def is_terminated(self) -> bool:
@@ -71,7 +72,7 @@ class GrammarMatcher:
         start = time.thread_time()
         if not self._matcher.fill_next_token_bitmask(words_W[None]):
             words_W[:] = -1  # all of them
-        words_W[-1] &= self._last_word
+        words_W &= self._utf8.words_SW[self._utf8_state]
         if self._spent_s + time.thread_time() - start > MAX_MASK_S:
             raise GaplessError(
                 f"the grammar has become too expensive: one token takes more than {MAX_MASK_S} s to check; "
@@ -88,9 +89,12 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Take the token drawn from the last mask; False when it does not fit."""
         start = time.thread_time()
-        fits = self._matcher.accept_token(token_id)
+        utf8_state = self._utf8.advance(self._utf8_state, token_id)
+        if utf8_state is None or not self._matcher.accept_token(token_id):
+            return False
+        self._utf8_state = utf8_state
         self._spent_s = time.thread_time() - start
-        return fits
+        return True
 
 
 class GrammarCompiler:
@@ -105,6 +109,7 @@ class GrammarCompiler:
         self._setup_lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._compiler: Any = None
+        self._utf8: Utf8Masks | None = None
         self._special_ids: frozenset[int] = frozenset()
         self._cache: OrderedDict[tuple[GrammarKind, str], Future[CompiledGrammar]] = OrderedDict()
 
@@ -163,7 +168,8 @@ class GrammarCompiler:
         except Exception as error:  # of many types; all mean that this grammar cannot be used
             name = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}[kind]
             raise RequestError(f"the {name} cannot be used: {_reason(error)}") from None
-        return CompiledGrammar(handle, self._vocab_size)
+        assert self._utf8 is not None
+        return CompiledGrammar(handle, self._utf8)
 
     def _get_compiler(self) -> Any:
         with self._setup_lock:
@@ -187,6 +193,7 @@ class GrammarCompiler:
             stop_token_ids=sorted(self.eos_token_ids),
         )
         self._special_ids = frozenset(i for i, text in enumerate(vocabulary) if not text)
+        self._utf8 = Utf8Masks(vocabulary, self._vocab_size)
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
 

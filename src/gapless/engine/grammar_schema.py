@@ -35,6 +35,13 @@ _CONSTRAINTS = frozenset(
 )
 _LOOSE_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 """As printed grammars write them; inside of a string every backslash would be doubled."""
+_ESCAPE_RULE = re.compile(r"^(basic_escape(?:_\d+)?) ::= .*$", re.MULTILINE)
+_HEX = "[0-9A-Fa-f]"
+_WHOLE_ESCAPE = (
+    r'[\"\\/bfnrt] | "u" '
+    f"([0-9A-Ca-cEFef] {_HEX} {_HEX} {_HEX} | [Dd] [0-7] {_HEX} {_HEX} | "
+    f'[Dd] [89ABab] {_HEX} {_HEX} "\\\\u" [Dd] [C-Fc-f] {_HEX} {_HEX})'
+)
 _ESCAPE = re.compile(r"\\x([0-9A-Fa-f]{2})|\\.", re.DOTALL)
 _PATTERN_PART = re.compile(r"\[\^|\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\.|.|\\", re.DOTALL)
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -55,17 +62,17 @@ def prepare_schema(text: str) -> str:
 
 
 def close_gaps(grammar: str) -> str:
-    """The printed grammar of a schema, to be read again, without what JSON forbids: the compiler's rule for
-    strings of a limited length lets control characters through (seen in xgrammar 0.2.9).
+    """The printed grammar of a schema, to be read again, without what is no JSON or no text: the compiler's
+    rule for strings of a limited length lets control characters through, and the one for escapes halves of a
+    surrogate pair, which strict readers refuse (both seen in xgrammar 0.2.9).
 
     Printed escapes of two digits become four, for the reader takes a letter behind them for a third digit.
     """
-    if _LOOSE_CHARACTER not in grammar:
+    closed = _ESCAPE_RULE.sub(lambda match: f"{match[1]} ::= {_WHOLE_ESCAPE}", grammar)
+    closed = closed.replace(_LOOSE_CHARACTER, _JSON_CHARACTER)
+    if closed == grammar:
         return grammar
-    return _ESCAPE.sub(
-        lambda match: match[0] if match[1] is None else f"\\u00{match[1]}",
-        grammar.replace(_LOOSE_CHARACTER, _JSON_CHARACTER),
-    )
+    return _ESCAPE.sub(lambda match: match[0] if match[1] is None else f"\\u00{match[1]}", closed)
 
 
 def _prepare(schema: Any, place: str, depth: int) -> Any:

@@ -158,6 +158,68 @@ def test_no_schema_lets_bytes_through_that_json_forbids(compiler, schema):
             assert not (inside and allowed(matcher) & set(range(0x20)))
 
 
+NO_CHARACTERS = {
+    "surrogate": b"\xed\xa0\x80",
+    "last surrogate": b"\xed\xbf\xbf",
+    "overlong of two": b"\xc0\x80",
+    "overlong of three": b"\xe0\x80\x80",
+    "overlong of four": b"\xf0\x80\x80\x80",
+    "past the last character": b"\xf4\x90\x80\x80",
+    "five bytes": b"\xf8\x88\x80\x80",
+    "cut": b"\xe2\x82a",
+    "continuation alone": b"\x80",
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"json_object": True}, {"json": {"type": "object", "additionalProperties": {"type": "string"}}}],
+)
+@pytest.mark.parametrize(
+    ("escape", "is_whole"),
+    [
+        *((r"\u0000", True), (r"\uD7ff", True), (r"\ue000", True), (r"\uFFFF", True)),
+        *((r"\ud83d\ude42", True), (r"\uDBFF\uDFFF\n", True), (r"\"\\\/\b\f\n\r\t", True)),
+        *((r"\ud800", False), (r"\udc00", False), (r"\uDFFF\uD800", False), (r"\ud83d\ud83d", False)),
+        *((r"\ud83d\n", False), (r"\ud83d🙂", False), (r"\x41", False), (r"\u12", False)),
+    ],
+)
+def test_escapes_are_whole_characters(compiler, fields, escape, is_whole):
+    """A half of a surrogate pair is no text: strict readers refuse it."""
+    for text in (f'{{"{escape}":"a"}}', f'{{"a":"{escape}"}}'):
+        assert fits(compiler, text, **fields) == is_whole
+    if is_whole:
+        json.loads(text)["a"].encode()
+
+
+@pytest.mark.parametrize("text", NO_CHARACTERS.values(), ids=NO_CHARACTERS)
+@pytest.mark.parametrize(
+    ("fields", "beginning"),
+    [
+        ({"json": {"type": "string"}}, b'"'),
+        ({"json": {"type": "string", "maxLength": 4}}, b'"'),
+        ({"json": {"type": "string", "pattern": "^.{1,4}$"}}, b'"'),
+        ({"json": {"type": "string", "pattern": "^[^a]{1,4}$"}}, b'"'),
+        ({"json": {"type": "object"}}, b'{"'),
+        ({"json_object": True}, b'{"'),
+        ({"regex": r"[^a]{1,4}"}, b""),
+        ({"regex": r"[\s\S]*"}, b"a"),
+        ({"grammar": "root ::= [^a]*"}, b"\xc3\xa9"),
+    ],
+    ids=str,
+)
+def test_no_grammar_lets_bytes_through_that_are_no_character(compiler, fields, beginning, text):
+    """They would be one character for the grammar and several U+FFFD in the text."""
+    matcher = matcher_of(compiler, **fields)
+    for byte in beginning + text:
+        if byte not in allowed(matcher):
+            break
+        assert matcher.accept(byte)
+    else:
+        pytest.fail("all of its bytes were allowed")
+    assert not matcher.accept(byte)
+
+
 @given(st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 @settings(max_examples=50, deadline=None)
 def test_names_and_values_are_spelled_as_the_schema_does(compiler, texts):

@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+import torch
 from engine_fakes import PagedFakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,6 +150,29 @@ SCHEMAS = st.recursive(
 @settings(max_examples=25, deadline=None)
 def test_every_answer_validates(llm: LLM, params: dict[str, Any], schema: dict[str, Any]) -> None:
     assert_valid(answer(llm, StructuredOutputsParams(json=schema), **params), schema)
+
+
+@pytest.mark.parametrize(
+    "bytes_wanted", [b"\xed\xa0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80"], ids=bytes.hex
+)
+@pytest.mark.parametrize("field", [{"maxLength": 2}, {"pattern": "^[^a]{0,2}$"}], ids=str)
+def test_a_model_that_wants_bytes_of_no_character_gets_characters(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, field: dict[str, Any], bytes_wanted: bytes
+) -> None:
+    """A surrogate, or an overlong form: one character for the grammar, three or four in the text."""
+    vocabulary = small_tokenizer().token_bytes()
+    model = llm.runner._graphs._model
+    head, ids = model.head, [vocabulary.index(bytes([byte])) for byte in bytes_wanted[:2]]
+
+    def biased(hidden: torch.Tensor) -> torch.Tensor:
+        return head(hidden).index_add(1, torch.tensor(ids), torch.full((len(hidden), 2), 100.0))
+
+    monkeypatch.setattr(model, "head", biased)
+    schema = {"type": "string", **field}
+    output = answer(llm, StructuredOutputsParams(json=schema), **GREEDY)
+    assert_valid(output, schema)
+    assert bytes_wanted[:1] in output.text.encode()
+    assert "\ufffd" not in output.text
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=str)
