@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gapless.errors import ModelError
+from gapless.models.moe_config import MOE_DEFAULTS, MOE_HARMLESS, MOE_READS, ExpertConfig, parse_experts
 from gapless.models.rope import RopeConfig, parse_rope
+from gapless.models.vl_config import (
+    VISION_LANGUAGE_ARCHITECTURES,
+    VisionLanguageConfig,
+    is_vision_language,
+    read_vl_config,
+)
 
 RawConfig = Mapping[str, Any]
 
@@ -46,6 +53,8 @@ class DecoderConfig:
     """Layers behind which features of a vision tower are added (Qwen3-VL)."""
     image_token_id: int | None = None
     video_token_id: int | None = None
+    experts: ExpertConfig | None = None
+    """None: every layer is dense."""
     dtype_name: str | None = None
     """What the config says the weights are stored in, for example ``bfloat16``."""
 
@@ -94,9 +103,35 @@ _FAMILIES: Mapping[str, _Family] = {
         reads=_WINDOW_KEYS | {"attention_bias"},
         qk_norm=True,
     ),
+    "mixtral": _Family(
+        architecture="MixtralForCausalLM",
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            **MOE_DEFAULTS["mixtral"],
+        },
+        reads=frozenset({"sliding_window"}) | MOE_READS["mixtral"] | MOE_HARMLESS,
+        fixed_qkv_bias=False,
+    ),
+    "qwen2_moe": _Family(
+        architecture="Qwen2MoeForCausalLM",
+        defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 16, "qkv_bias": True, **MOE_DEFAULTS["qwen2_moe"]},
+        reads=_WINDOW_KEYS | {"qkv_bias"} | MOE_READS["qwen2_moe"] | MOE_HARMLESS,
+    ),
+    "qwen3_moe": _Family(
+        architecture="Qwen3MoeForCausalLM",
+        defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 4, **MOE_DEFAULTS["qwen3_moe"]},
+        reads=_WINDOW_KEYS - {"layer_types"} | {"attention_bias"} | MOE_READS["qwen3_moe"] | MOE_HARMLESS,
+        qk_norm=True,
+    ),
 }
 
-SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in _FAMILIES.values())
+SUPPORTED_ARCHITECTURES = (
+    *(family.architecture for family in _FAMILIES.values()),
+    *VISION_LANGUAGE_ARCHITECTURES,
+)
 
 
 def _keys(*lines: str) -> frozenset[str]:
@@ -151,13 +186,17 @@ _REASONS: Mapping[str, str] = {
     "partial_rotary_factor": "rotary embedding of a part of each head is not implemented",
     "attn_logit_softcapping": "soft-capping of attention scores is not implemented",
     "final_logit_softcapping": "soft-capping of logits is not implemented",
-    "num_experts": "mixture-of-experts layers are not implemented",
-    "num_local_experts": "mixture-of-experts layers are not implemented",
+    "num_experts": "mixture-of-experts layers are not implemented for this architecture",
+    "num_local_experts": "mixture-of-experts layers are not implemented for this architecture",
 }
 
 
 def parse_config(raw: RawConfig, *, source: str) -> DecoderConfig:
     """Check ``raw`` and return the decoder's numbers. Raises ``ModelError`` naming ``source`` and the key."""
+    if is_vision_language(raw):
+        media = read_vl_config(raw, source=source)
+        _refuse_unknown_keys(media.outer, _FAMILIES[media.text["model_type"]], source)
+        return _with_media(parse_config(media.text, source=source), media, source)
     model_type = str(raw.get("model_type", ""))
     family = _family(raw, model_type, source)
     reader = _Reader(raw, family.defaults, source)
@@ -175,7 +214,9 @@ def parse_config(raw: RawConfig, *, source: str) -> DecoderConfig:
         raise reader.error("head_dim", f"rotary embedding needs an even head size, this is {head_size}")
     if reader.get("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.error("hidden_act", "only silu is implemented")
-    rope = parse_rope(raw, head_size=head_size, max_position_embeddings=max_positions, source=source)
+    rope = parse_rope(
+        _with_theta(raw, family), head_size=head_size, max_position_embeddings=max_positions, source=source
+    )
     windows = _windows(reader, model_type, num_layers)
     _refuse_unknown_keys(raw, family, source)
     attention_bias = reader.flag("attention_bias")
@@ -192,14 +233,45 @@ def parse_config(raw: RawConfig, *, source: str) -> DecoderConfig:
         rms_norm_eps=reader.positive("rms_norm_eps", default=1e-6),
         rope=rope,
         windows=windows,
-        qkv_bias=attention_bias if family.fixed_qkv_bias is None else family.fixed_qkv_bias,
+        qkv_bias=_qkv_bias(reader, family, attention_bias=attention_bias),
         o_bias=attention_bias,
         mlp_bias=reader.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         max_model_len=max(max_positions, rope.trained_positions),
         eos_token_ids=token_ids(raw.get("eos_token_id"), source=source),
+        experts=parse_experts(reader, model_type, num_layers=num_layers),
         dtype_name=_dtype_name(raw),
+    )
+
+
+def _with_media(text: DecoderConfig, media: VisionLanguageConfig, source: str) -> DecoderConfig:
+    """The decoder of a vision-language model: its text model, which takes rows and positions of media."""
+    sections, num_frequencies = media.axis_sections, text.head_size // 2
+    ends = [axis + 3 * (sections[axis] - 1) for axis in (1, 2)]
+    if sum(sections) != num_frequencies or (
+        media.axis_layout == "interleaved" and max(ends) >= num_frequencies
+    ):
+        raise ModelError(
+            f"{source}: mrope_section={list(sections)} does not fit head_dim={text.head_size}, which has "
+            f"{num_frequencies} frequencies"
+        )
+    if media.num_deepstack > text.num_layers:
+        raise ModelError(
+            f"{source}: vision_config.deepstack_visual_indexes has {media.num_deepstack} entries, the text "
+            f"model only {text.num_layers} layers"
+        )
+    last_id = max(media.image_token_id, media.video_token_id)
+    if last_id >= text.vocab_size:
+        raise ModelError(f"{source}: placeholder token {last_id} is outside vocab_size={text.vocab_size}")
+    return replace(
+        text,
+        architecture=media.architecture,
+        model_type=media.model_type,
+        rope=replace(text.rope, axis_sections=sections, axis_layout=media.axis_layout),
+        num_deepstack=media.num_deepstack,
+        image_token_id=media.image_token_id,
+        video_token_id=media.video_token_id,
     )
 
 
@@ -266,21 +338,37 @@ def _family(raw: RawConfig, model_type: str, source: str) -> _Family:
     return family
 
 
+def _with_theta(raw: RawConfig, family: _Family) -> RawConfig:
+    """``raw`` with the family's own base frequency where it has one and the config names none."""
+    default = family.defaults.get("rope_theta")
+    return raw if default is None or raw.get("rope_theta") is not None else {**raw, "rope_theta": default}
+
+
+def _qkv_bias(reader: _Reader, family: _Family, *, attention_bias: bool) -> bool:
+    if "qkv_bias" in family.reads:
+        return reader.flag("qkv_bias")
+    return attention_bias if family.fixed_qkv_bias is None else family.fixed_qkv_bias
+
+
 def _windows(reader: _Reader, model_type: str, num_layers: int) -> tuple[int | None, ...]:
     if model_type == "llama":
         return (None,) * num_layers
     window = reader.get("sliding_window")
     if window is not None:
         window = reader.size("sliding_window")
-    if model_type == "mistral":
+    if model_type in ("mistral", "mixtral"):
         return (window,) * num_layers
     if not reader.flag("use_sliding_window"):
         window = None
+    if model_type == "qwen3_moe":
+        return (window,) * num_layers
     kinds = reader.get("layer_types")
     if kinds is None:
         first = reader.get("max_window_layers")
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise reader.error("max_window_layers", "must be an integer of at least 0")
+        if model_type == "qwen2_moe":  # the other way round, and every second layer
+            return tuple(window if i < first and i % 2 == 0 else None for i in range(num_layers))
         return tuple(window if index >= first else None for index in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise reader.error("layer_types", f"must be a list with one entry for each of {num_layers} layers")
