@@ -243,9 +243,10 @@ def _read_regular(path: Path, *, shown: str, max_bytes: int, name: str) -> bytes
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):
         raise RequestError(f"{name}: the file {shown!r} cannot be read") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RequestError(f"{name}: {shown!r} is no regular file")
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise RequestError(f"{name}: {shown!r} is no regular file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise RequestError(f"{name}: the file {shown!r} has over {max_bytes} bytes, the limit")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import struct
-import warnings
 
 import numpy as np
 from PIL import (
@@ -56,9 +55,6 @@ _BROKEN = (
 )
 """What Pillow raises for broken files: the first two for most, the others out of its parsers."""
 
-# The header is judged below, by our own limit; this one would only print.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-
 
 def decode_image(data: bytes, *, limits: MediaLimits = DEFAULT_LIMITS, name: str = "image") -> Image.Image:
     """``name`` begins every error. Raises ``RequestError``."""
@@ -90,6 +86,8 @@ def to_rgb(image: Image.Image, *, limits: MediaLimits = DEFAULT_LIMITS, name: st
     turn = _TURNS.get(_orientation(image))
     try:
         rgb = _converted(image, name)
+    except RequestError:
+        raise
     except _BROKEN as error:
         raise RequestError(
             f"{name}: an image of mode {image.mode} cannot be turned into RGB ({_line(error)}); "

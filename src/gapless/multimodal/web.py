@@ -62,6 +62,8 @@ def fetch(
         address = _address_of(target, name, resolve or _resolve)
         try:
             result = _get(target, address, max_bytes=max_bytes, deadline_s=deadline_s, name=name)
+        except RequestError:
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if time.monotonic() >= deadline_s:
                 raise RequestError(f"{name}: it was not there within {timeout_s:.0f} seconds") from None
