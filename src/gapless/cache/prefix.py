@@ -1,8 +1,9 @@
 """Names for the contents of full blocks: a hash of a block's tokens and of everything before them.
 
 Keys and values of a token depend on the tokens before it, on its position, and on what else a request brings
-into the forward (``extra``: an adapter, images; nothing today). A chain of hashes covers all three, so equal
-names mean equal contents. 256 bits of BLAKE2b: nobody can make two prompts that share a name, which would
+into the forward: ``extra`` for all of it (an adapter), ``block_extra`` for what belongs to some of its blocks
+(images, and positions that they shift). A chain of hashes covers all three, so equal names mean equal
+contents. 256 bits of BLAKE2b: nobody can make two prompts that share a name, which would
 hand one user's answer to another; a tuple hash of 64 bits could be forged in hours. About 1 µs per block of
 16 tokens, and only as far as a prompt is found. Read ``blocks.py`` for what is kept under these names.
 """
@@ -10,7 +11,7 @@ hand one user's answer to another; a tuple hash of 64 bits could be forged in ho
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 _DIGEST_BYTES = 32
@@ -23,21 +24,24 @@ def extend_hashes(
     num_blocks: int,
     block_size: int,
     extra: bytes = b"",
+    block_extra: Callable[[int, int], bytes] | None = None,
 ) -> None:
     """Append to ``hashes``, those of the first blocks of ``token_ids``, until there are ``num_blocks``.
 
-    ``extra`` names whatever else changes the keys and values of all these tokens.
+    ``extra`` names whatever else changes the keys and values of all these tokens, ``block_extra(start, end)``
+    what does so from the block of the tokens ``start : end`` on; empty where nothing does.
     """
     for index in range(len(hashes), num_blocks):
         parent = hashes[-1] if hashes else _root(extra)
         first = index * block_size
-        hashes.append(_hash_block(parent, token_ids[first : first + block_size]))
+        own = b"" if block_extra is None else block_extra(first, first + block_size)
+        hashes.append(_hash_block(parent, token_ids[first : first + block_size], own))
 
 
 def _root(extra: bytes) -> bytes:
     return blake2b(extra, digest_size=_DIGEST_BYTES).digest()
 
 
-def _hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    # Fixed widths, so that no two inputs look alike.
-    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+def _hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes) -> bytes:
+    # Fixed widths before what may have any length, so that no two inputs look alike.
+    return blake2b(parent + array("i", token_ids).tobytes() + extra, digest_size=_DIGEST_BYTES).digest()

@@ -19,7 +19,7 @@ import torch
 from gapless.attention.registry import create_backend, select_backend
 from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
 from gapless.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
-from gapless.engine.compiled_forward import make_compiled_forward
+from gapless.engine.compiled_forward import CompiledForwards, make_compiled_forwards
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
 from gapless.engine.penalties import most_bytes
@@ -36,7 +36,6 @@ from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.dispatcher import MAX_PADDING_RATIO, MAX_PADDING_TOKENS, Dispatcher
 from gapless.graphs.ladder import decode_ladder
 from gapless.graphs.modes import Phase, Strategy
-from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
@@ -126,7 +125,7 @@ class _Build:
         self.max_model_len = loaded.max_model_len
         self.max_num_reqs = config.max_running_requests
         self.seconds: dict[str, float] = {"load": load_s}
-        self.compiled: PiecewiseForward | None = None
+        self.compiled: CompiledForwards | None = None
 
     def run(self) -> ModelRunner:
         plan = self._plan()
@@ -247,7 +246,7 @@ class _Build:
 
     def _graph_set(self, store: GraphStore, plan: GraphPlan, limits: StepLimits) -> GraphSet:
         if self.compiled is None:
-            self.compiled = make_compiled_forward(
+            self.compiled = make_compiled_forwards(
                 self.model,
                 plan=plan,
                 splitting_ops=self.config.graphs.splitting_ops,
@@ -283,7 +282,7 @@ class _Build:
 
     def _compile(self, graphs: GraphSet) -> None:
         """Trace the forward where the plan asks for it; once, whether memory is measured first or not."""
-        if self.compiled is None or self.compiled.is_compiled:
+        if all(forward.is_compiled for forward in graphs.compiled.distinct):
             return
         with self._stage("compile"):
             self._report("compile", 0, 1)

@@ -31,7 +31,7 @@ from gapless.engine.intake import Intake, Prompt
 from gapless.engine.outputs import ChoiceDelta, RequestOutput
 from gapless.engine.request import Request, Sequence, SequenceState, make_sequences
 from gapless.engine.scheduler import Scheduler
-from gapless.engine.step import PendingStep, ScheduledBatch, StepResult, StepRunner
+from gapless.engine.step import MediaFeed, PendingStep, ScheduledBatch, StepResult, StepRunner
 from gapless.errors import GaplessError, RequestError
 from gapless.sampling.params import SamplingParams
 
@@ -56,12 +56,14 @@ class EngineCore:
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
+        media = self._media = runner.media
         self.scheduler = Scheduler(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_num_reqs=runner.max_num_reqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            on_release=None if media is None else media.release,
         )
         known_eos_ids = frozenset(t for t in eos_token_ids if 0 <= t < runner.vocab_size)
         self.grammars = GrammarCompiler(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=known_eos_ids)
@@ -72,6 +74,7 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             capacity_tokens=self.scheduler.allocator.capacity_tokens,
             grammars=self.grammars,
+            takes_media=media is not None,
         )
         self._random = random.Random(seed)
         # Of the tokenizer, not of this object, which would then live on until its cycle is collected.
@@ -138,8 +141,8 @@ class EngineCore:
         prompt_text: str | None = None,
         streams: bool = True,
     ) -> None:
-        """``prepare`` and ``add``. ``prompt``: text or token ids. Raises ``RequestError``; nothing is queued
-        then."""
+        """``prepare`` and ``add``. ``prompt``: text, token ids or a ``MediaPrompt``. Raises ``RequestError``;
+        nothing is queued then."""
         self.add(self.prepare(request_id, prompt, params, prompt_text=prompt_text), streams=streams)
 
     def abort_request(self, request_id: str) -> bool:
@@ -159,8 +162,10 @@ class EngineCore:
             self.abort_request(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, those of running requests included: weights have changed, or two runs
-        are to do equal work. Does nothing without a prefix cache."""
+        """Forget all cached prefixes, those of running requests included, and embeddings of images: weights
+        have changed, or two runs are to do equal work."""
+        if self._media is not None:
+            self._media.forget()
         if self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.reset()
 
@@ -210,6 +215,8 @@ class EngineCore:
 
     def _launch(self, batch: ScheduledBatch) -> None:
         try:
+            if self._media is not None:
+                self._prepare_media(self._media, batch)
             self._in_flight.append((batch, self.runner.launch(batch)))
         except BaseException as error:
             self._finish_steps(most_in_flight=0)  # steps end in order
@@ -220,6 +227,12 @@ class EngineCore:
                 raise
         else:
             self.scheduler.launched(batch)
+
+    def _prepare_media(self, media: MediaFeed, batch: ScheduledBatch) -> None:
+        """Sequences whose images cannot be encoded end before the step is launched, so that nobody finds in
+        the cache what they leave in their blocks."""
+        for position, error in media.prepare(batch).items():
+            self._finish(batch.entries[position].sequence, error=error)
 
     def _finish_steps(self, *, most_in_flight: int) -> None:
         while len(self._in_flight) > most_in_flight:
@@ -301,6 +314,8 @@ class EngineCore:
             with suppress(Exception):  # of a step whose sequences end here anyway
                 pending.wait()
         self.scheduler = self.scheduler.renewed()
+        if self._media is not None:
+            self._media.release_all()
         for request_id, active in self._active.items():
             for choice in active.choices:
                 sequence = choice.sequence

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
-from gapless.engine.compiled_forward import trace_tokens
+from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trace_tokens
 from gapless.engine.inputs import hidden_field, token_fields
+from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputField, InputViews, StaticInputs
 from gapless.graphs.modes import Phase, Strategy
-from gapless.graphs.piecewise import PiecewiseForward
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
 from gapless.kernels.head import finish_greedy
@@ -75,12 +75,18 @@ class GraphSet:
         prefill: Strategy,
         decode: Strategy,
         row_strategy: Strategy,
-        compiled: PiecewiseForward | None = None,
+        compiled: CompiledForwards = NOT_COMPILED,
     ) -> None:
-        """``compiled``: the traced forward, of which full and piecewise graphs are made if there is one."""
+        """``compiled``: traced forwards, of which full and piecewise graphs are made if there are any."""
         self.store, self.limits = store, limits
         self.compiled = compiled
         self._model = model
+        self.media: MediaBuffers | None = None
+        """Rows of an encoder that prefill steps read; None for a model that takes text only."""
+        if model.info.is_multimodal:
+            self.media = MediaBuffers(
+                model.info, max_num_tokens=limits.max_num_tokens, torch_device=store.device.torch_device
+            )
         self._hidden = OutputField(
             name="hidden", dim="tokens", row_shape=(model.info.hidden_size,), dtype=model.info.dtype
         )
@@ -120,19 +126,25 @@ class GraphSet:
         )
 
     def compile(self) -> None:
-        """Trace the forward, if there is one to trace and it has not happened yet; before any capture.
+        """Trace the forwards that there are and that have not been traced yet; before any capture.
 
         Raises ``CompileError``.
         """
-        if self.compiled is None or self.compiled.is_compiled:
-            return
-        runner = self.prefill if self.prefill.is_compiled else self.decode
-        num_tokens = trace_tokens(self.compiled, max_num_tokens=runner.inputs.max_sizes["tokens"])
-        runner.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=1))
+        for forward in self.compiled.distinct:
+            if forward.is_compiled:
+                continue
+            is_of_prefill = self.prefill.is_compiled and forward is self.compiled.prefill
+            runner = self.prefill if is_of_prefill else self.decode
+            num_tokens = trace_tokens(forward, max_num_tokens=runner.inputs.max_sizes["tokens"])
+            runner.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=1))
 
     @property
     def vocab_size(self) -> int:
         return self._model.info.vocab_size
+
+    @property
+    def rope_axes(self) -> int:
+        return self._model.info.rope_axes
 
     @property
     def has_fused_sampling(self) -> bool:
@@ -142,20 +154,34 @@ class GraphSet:
     def _hidden_runner(self, phase: Phase, strategy: Strategy, max_num_tokens: int) -> GraphRunner:
         """Hidden states of every token. Breakable: the layers alone, embeddings made eagerly before."""
         info, model = self._model.info, self._model
-        fields = self._token_fields()
+        media = self.media if phase is Phase.PREFILL else None
+        fields = self._token_fields(has_media=media is not None)
         prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None = None
         if strategy is Strategy.BREAKABLE:
             fields = (*fields, hidden_field(hidden_size=info.hidden_size, dtype=info.dtype))
 
             def prologue(views: InputViews, num_real: Mapping[str, int]) -> Mapping[str, Tensor]:
-                return {"hidden": model.embed(views["input_ids"][: num_real["tokens"]])}
+                num_tokens = num_real["tokens"]
+                input_ids_T = views["input_ids"][:num_tokens]
+                if media is None:
+                    return {"hidden": model.embed(input_ids_T)}
+                is_media_T, (embeds_TE, _) = views["is_media"][:num_tokens], media.rows(num_tokens)
+                return {"hidden": embeds_with_media(model, input_ids_T, is_media_T, embeds_TE)}
 
             def fn(views: InputViews) -> tuple[Tensor, ...]:
-                return (model.layers(views["hidden"], views["positions"]),)
+                hidden_TE, positions = views["hidden"], self._positions(views)
+                if media is None:
+                    return (model.layers(hidden_TE, positions),)
+                _, deepstack_TLE = media.rows(views.sizes["tokens"])
+                return (layers_with_media(model, hidden_TE, positions, views["is_media"], deepstack_TLE),)
+        elif media is not None:
+
+            def fn(views: InputViews) -> tuple[Tensor, ...]:
+                return (self._hidden_states_with_media(views, media),)
         else:
 
             def fn(views: InputViews) -> tuple[Tensor, ...]:
-                return (self._hidden_states(views),)
+                return (self._hidden_states(views, phase),)
 
         return self._token_runner(
             fn, phase=phase, strategy=strategy, fields=fields, outputs=(self._hidden,),
@@ -166,7 +192,7 @@ class GraphSet:
         """Everything in one graph: one token per request in, logits and the greedy token out."""
 
         def fn(views: InputViews) -> tuple[Tensor, ...]:
-            return self._head(self._hidden_states(views))
+            return self._head(self._hidden_states(views, Phase.DECODE))
 
         fields = self._token_fields()
         return self._token_runner(
@@ -199,10 +225,10 @@ class GraphSet:
             outputs=outputs,
             store=self.store,
             sizes_of=lambda d: {"tokens": d.num_tokens, "reqs": d.num_reqs, "rows": d.num_reqs},
-            make_dummy=self._dummy_tokens,
+            make_dummy=lambda d: select_inputs(self._dummy_tokens(d), inputs),
             make_batch=self._metadata,
             prologue=prologue,
-            is_compiled=self.compiled is not None and strategy is not Strategy.BREAKABLE,
+            is_compiled=self.compiled.of(phase) is not None and strategy is not Strategy.BREAKABLE,
         )
 
     def _row_runner(
@@ -232,8 +258,10 @@ class GraphSet:
 
     def embeds_drawn_tokens(self, runner: GraphRunner) -> bool:
         """Whether ``runner`` itself looks drawn tokens up, so that ``take_drawn_tokens`` is not needed."""
-        is_in_graph = runner.strategy is not Strategy.BREAKABLE and self.compiled is None
-        return is_in_graph and self._model.has_fused_kernels
+        if runner.strategy is Strategy.BREAKABLE or self.compiled.of(runner.phase) is not None:
+            return False
+        merges_media = self.media is not None and runner.phase is Phase.PREFILL
+        return self._model.has_fused_kernels and not merges_media
 
     def take_drawn_tokens(self, views: InputViews) -> None:
         """Put the tokens that the step before drew where this step's inputs want them: the host, which is one
@@ -247,22 +275,37 @@ class GraphSet:
         """``[R, E] -> [R, V]`` float32 logits outside every graph, in memory of their own."""
         return self._model.head(hidden_RE)
 
-    def _token_fields(self) -> tuple[InputField, ...]:
+    def _token_fields(self, *, has_media: bool = False) -> tuple[InputField, ...]:
         return token_fields(
             max_blocks=self.limits.max_blocks,
             vocab_size=self.vocab_size,
             max_num_reqs=self.limits.max_num_reqs,
+            rope_axes=self.rope_axes,
+            has_media=has_media,
         )
 
-    def _hidden_states(self, views: InputViews) -> Tensor:
-        input_ids_T, positions_T = views["input_ids"], views["positions"]
-        if self.compiled is not None:
-            return self.compiled(input_ids_T, positions_T)
+    def _positions(self, views: InputViews) -> Tensor:
+        """What the model rotates by: ``[T]``, or ``[3, T]``."""
+        return views["positions" if self.rope_axes == 1 else "rope_positions"]
+
+    def _hidden_states(self, views: InputViews, phase: Phase) -> Tensor:
+        input_ids_T, positions = views["input_ids"], self._positions(views)
+        compiled = self.compiled.of(phase)
+        if compiled is not None:
+            return compiled(input_ids_T, positions)
         if self._model.has_fused_kernels:
             return self._model.hidden_states_of_drawn(
-                input_ids_T, positions_T, drawn_rows_T=views["drawn_rows"], drawn_R=self.tokens
+                input_ids_T, positions, drawn_rows_T=views["drawn_rows"], drawn_R=self.tokens
             )
-        return self._model.layers(self._model.embed(input_ids_T), positions_T)
+        return self._model.layers(self._model.embed(input_ids_T), positions)
+
+    def _hidden_states_with_media(self, views: InputViews, media: MediaBuffers) -> Tensor:
+        input_ids_T, positions, is_media_T = views["input_ids"], self._positions(views), views["is_media"]
+        embeds_TE, deepstack_TLE = media.rows(views.sizes["tokens"])
+        if self.compiled.prefill is not None:
+            return self.compiled.prefill(input_ids_T, positions, is_media_T, embeds_TE, deepstack_TLE)
+        hidden_TE = embeds_with_media(self._model, input_ids_T, is_media_T, embeds_TE)
+        return layers_with_media(self._model, hidden_TE, positions, is_media_T, deepstack_TLE)
 
     def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
         if self._model.has_fused_kernels:
@@ -324,11 +367,18 @@ class GraphSet:
             "input_ids": np.arange(num_tokens, dtype=np.int32) % self._model.info.vocab_size,
             "drawn_rows": np.full(num_tokens, self.limits.max_num_reqs, dtype=np.int32),
             "positions": positions,
+            "rope_positions": np.broadcast_to(positions, (3, num_tokens)),
+            "is_media": np.zeros(num_tokens, dtype=np.int32),
             "slot_mapping": positions % self.limits.block_size,
             "query_start_loc": query_start_loc,
             "seq_lens": lens,
             "block_table": np.zeros((len(lens), 1), dtype=np.int32),
         }
+
+
+def select_inputs(values: Mapping[str, np.ndarray], inputs: StaticInputs) -> dict[str, np.ndarray]:
+    """Those among ``values`` that ``inputs`` has on the host."""
+    return {f.name: values[f.name] for f in inputs.fields if not f.on_device}
 
 
 INVALID_TOKEN = -1

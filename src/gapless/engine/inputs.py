@@ -16,20 +16,29 @@ import torch
 
 from gapless.attention.base import SINK_BLOCK
 from gapless.engine.request import Sequence
+from gapless.engine.rope_inputs import rope_positions
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 from gapless.graphs.buffers import InputField
 
 
-def token_fields(*, max_blocks: int, vocab_size: int, max_num_reqs: int) -> tuple[InputField, ...]:
+def token_fields(
+    *, max_blocks: int, vocab_size: int, max_num_reqs: int, rope_axes: int = 1, has_media: bool = False
+) -> tuple[InputField, ...]:
     """The static inputs of a forward pass over ``tokens`` tokens of ``reqs`` requests (all int32).
 
     ``drawn_rows``: where a token that the host does not know yet lies among the tokens that the step before
-    drew; ``max_num_reqs``, a row that always holds 0, where the host knows it.
+    drew; ``max_num_reqs``, a row that always holds 0, where the host knows it. ``rope_positions``, with
+    several axes: what the model rotates by (``positions`` are indices). ``is_media``, with ``has_media``: 1
+    where an encoder's row takes the place of the token's embedding.
     """
+    rope = InputField(name="rope_positions", dims=(rope_axes, "tokens"), pad=0, poison=1)
+    is_media = InputField(name="is_media", dims=("tokens",), pad=0, poison=1)
     return (
         InputField(name="input_ids", dims=("tokens",), pad=0, poison=vocab_size - 1),
         InputField(name="drawn_rows", dims=("tokens",), pad=max_num_reqs),
         InputField(name="positions", dims=("tokens",), pad=0, poison=1),
+        *((rope,) if rope_axes > 1 else ()),
+        *((is_media,) if has_media else ()),
         InputField(name="slot_mapping", dims=("tokens",), pad=SINK_BLOCK),
         InputField(name="query_start_loc", dims=("reqs+1",), pad="last"),
         InputField(name="seq_lens", dims=("reqs",), pad=0),
@@ -59,8 +68,17 @@ class BatchBuilder:
     """Builds ``BatchArrays`` and keeps the host mirror of block tables. The arrays of one step are written
     again by the next."""
 
-    def __init__(self, *, block_size: int, max_num_reqs: int, max_num_tokens: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        rope_axes: int = 1,
+    ) -> None:
         self._block_size, self._max_num_reqs = block_size, max_num_reqs
+        self._rope_axes = rope_axes
         self._drawn: dict[
             Sequence, int
         ] = {}  # sequence → row of the token that the last step built drew for it
@@ -83,8 +101,11 @@ class BatchBuilder:
             arrays = self._build_one(batch.entries[0], rows)
         else:
             arrays = self._build_any(batch.entries, rows)
+        if self._rope_axes > 1:
+            positions = arrays.values["positions"]
+            arrays.values["rope_positions"] = rope_positions(batch.entries, positions, axes=self._rope_axes)
         self._drawn = {e.sequence: row for row, e in enumerate(batch.sampled_entries)}
-        self._last = None if run is None else _Built(run, batch.step_id, rows, arrays)
+        self._last = None if run is None else _Built(run, batch.step_id, rows, arrays, self._deltas(batch))
         return arrays
 
     def _build_any(self, entries: tuple[ScheduledSequence, ...], rows: np.ndarray) -> BatchArrays:
@@ -167,6 +188,8 @@ class BatchBuilder:
         positions: np.ndarray = values["positions"]
         positions += 1
         values["seq_lens"] += 1
+        if last.rope_deltas is not None:  # tokens behind the first step of a run lie behind the prompt
+            np.add(positions, last.rope_deltas, out=values["rope_positions"])
         for index in np.flatnonzero(positions % self._block_size == 0).tolist():
             self._mirror_row(entries[index], self._rows[entries[index].sequence])
         values["slot_mapping"] = self._slots(last.rows, positions)
@@ -188,6 +211,11 @@ class BatchBuilder:
             sampled_rows=arrays.sampled_rows,
             has_unknown=has_unknown,
         )
+
+    def _deltas(self, batch: ScheduledBatch) -> np.ndarray | None:
+        if self._rope_axes == 1:
+            return None
+        return np.array([entry.sequence.request.rope_delta for entry in batch.entries], dtype=np.int32)
 
     def _slots(self, table_rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         blocks, inside = np.divmod(positions, self._block_size)
@@ -246,6 +274,7 @@ class _Built:
     step_id: int
     rows: np.ndarray
     arrays: BatchArrays
+    rope_deltas: np.ndarray | None
     are_rows_adjacent: bool = field(init=False)
     """Their tables lie behind each other, so that no copy is needed to gather them."""
 

@@ -8,17 +8,21 @@ asked for. Read ``core.py`` next.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from gapless.engine.detokenizer import TokenizerLike
 from gapless.engine.grammar import GrammarCompiler
 from gapless.engine.request import Request
 from gapless.errors import RequestError
+from gapless.multimodal.items import MediaPrompt
 from gapless.sampling.params import SamplingParams
 
-Prompt = str | Iterable[int]
+Prompt = str | Iterable[int] | MediaPrompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,7 @@ class Intake:
     max_model_len: int
     capacity_tokens: int
     grammars: GrammarCompiler | None = None
+    takes_media: bool = False
 
     def make_request(
         self,
@@ -49,11 +54,16 @@ class Intake:
             raise RequestError(f"sampling_params={params!r}: must be SamplingParams")
         if isinstance(prompt, str):
             prompt_text, prompt = prompt, self.encode(prompt)
+        shown: MediaPrompt | None = None
+        if isinstance(prompt, MediaPrompt):
+            shown, prompt = prompt, prompt.token_ids
         token_ids = self._check_token_ids(prompt)
         if not token_ids:
             raise RequestError("empty prompt: at least one token is needed")
         self._check_length(len(token_ids))
         self._check_params(params)
+        if shown is not None:
+            self._check_media(shown)
         longest = min(self.max_model_len, self.capacity_tokens)
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
@@ -81,6 +91,9 @@ class Intake:
             grammar=grammar,
             grammar_end_ids=end_ids,
             cache_extra=cache_extra,
+            media=() if shown is None else shown.items,
+            rope_positions_3T=None if shown is None else shown.rope_positions_3T,
+            rope_delta=0 if shown is None else shown.rope_delta,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -123,6 +136,36 @@ class Intake:
                 f"the prompt has {num_tokens} tokens, but the whole KV cache holds {self.capacity_tokens}, "
                 "at least one of them generated; shorten the prompt or raise kv_cache_tokens"
             )
+
+    def _check_media(self, prompt: MediaPrompt) -> None:
+        if not self.takes_media:
+            raise RequestError("this model takes text only: it has no encoder for images and videos")
+        num_tokens = len(prompt.token_ids)
+        shape = (3, num_tokens)
+        if prompt.rope_positions_3T.shape != shape or prompt.rope_positions_3T.dtype != np.int32:
+            raise RequestError(
+                f"rope positions of shape {prompt.rope_positions_3T.shape} and type "
+                f"{prompt.rope_positions_3T.dtype}: {num_tokens} prompt tokens need int32 of shape {shape}"
+            )
+        lowest = min(int(prompt.rope_positions_3T.min()), num_tokens + prompt.rope_delta)
+        if lowest < 0:
+            raise RequestError(f"a rope position is {lowest}: none may be below 0")
+        ranges = sorted(r for item in prompt.items for r in item.ranges)
+        end = 0
+        for start, length in ranges:
+            if start < end or length < 1 or start + length > num_tokens:
+                raise RequestError(
+                    f"{length} placeholders at prompt token {start}: ranges of media must hold at least one "
+                    f"token, lie apart and within the prompt's {num_tokens} tokens"
+                )
+            end = start + length
+        for item in prompt.items:
+            if math.prod(item.grid_thw) != item.num_patches or not item.num_tokens:
+                raise RequestError(
+                    f"a {item.kind} of grid {item.grid_thw} has {item.num_patches} patches and "
+                    f"{item.num_tokens} placeholders: the grid's product must be the number of patches, and "
+                    "there must be a placeholder"
+                )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize and self.tokenizer is None:

@@ -15,10 +15,12 @@ comes after: a sequence publishes only in the epoch it was admitted in. Read ``s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from gapless.cache.blocks import BlockAllocator
 from gapless.cache.prefix import extend_hashes
+from gapless.engine.media_names import name_of_block
 from gapless.engine.request import Sequence
 
 
@@ -104,12 +106,14 @@ class PrefixCache:
         return (num_tokens - 1) // self._allocator.block_size
 
     def _extend(self, sequence: Sequence, num_blocks: int) -> None:
+        request = sequence.request
         extend_hashes(
             sequence.block_hashes,
             sequence.token_ids,
             num_blocks=num_blocks,
             block_size=self._allocator.block_size,
-            extra=sequence.request.cache_extra,
+            extra=request.cache_extra,
+            block_extra=partial(name_of_block, request) if request.media else None,
         )
 
 

@@ -14,8 +14,11 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gapless.engine.grammar import CompiledGrammar, GrammarMatcher
 from gapless.engine.outputs import FinishReason
+from gapless.multimodal.items import MediaItem
 from gapless.sampling.params import SamplingParams
 
 _SEED_BITS = 64
@@ -47,6 +50,18 @@ class Request:
     """Tokens that may end a text once it matches."""
     cache_extra: bytes = b""
     """Names whatever changes keys and values besides the tokens: requests that differ here share no cache."""
+    media: tuple[MediaItem, ...] = ()
+    """Images and videos, in the order of their first placeholder among the prompt's tokens."""
+    rope_positions_3T: np.ndarray | None = field(default=None, compare=False)
+    """int32 position of every prompt token on three axes. None: its index on all of them."""
+    rope_delta: int = 0
+    """Token ``i`` behind the prompt has position ``i + rope_delta`` on all axes."""
+    media_end: int = field(init=False, compare=False)
+    """Index behind the last placeholder; 0 without media."""
+
+    def __post_init__(self) -> None:
+        ends = [start + length for item in self.media for start, length in item.ranges]
+        object.__setattr__(self, "media_end", max(ends, default=0))
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gapless.engine.draw import TokenDrawer
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.hidden_taps import HiddenTaps, find_taps
 from gapless.engine.inputs import BatchArrays, BatchBuilder
+from gapless.engine.media import StepMedia
 from gapless.engine.row_graphs import PADDED_EAGER, RowGraphs
 from gapless.engine.step import PendingStep, ScheduledBatch, StepResult
 from gapless.errors import GaplessError
@@ -47,7 +49,9 @@ class ModelRunner:
         num_blocks: int,
         attention_layers: Iterable[Attention],
         startup: dict[str, Any],
+        media: StepMedia | None = None,
     ) -> None:
+        """``media``: of a model that takes images; writes what the prefill graphs of ``graphs`` read."""
         limits: StepLimits = graphs.limits
         self.num_blocks = num_blocks
         self.block_size = limits.block_size
@@ -57,6 +61,7 @@ class ModelRunner:
         self.vocab_size = graphs.vocab_size
         self.plan, self.dispatcher, self.log = plan, dispatcher, log
         self._graphs, self._rows = graphs, rows
+        self.media = media
         self._startup = startup
         self._device = graphs.store.device
         self._drawer = TokenDrawer(graphs, rows, log)
@@ -66,6 +71,7 @@ class ModelRunner:
             max_num_reqs=limits.max_num_reqs,
             max_num_tokens=limits.max_num_tokens,
             max_blocks=limits.max_blocks,
+            rope_axes=graphs.rope_axes,
         )
         self._layers = list(attention_layers)
         self._padded_eager = False
@@ -99,12 +105,26 @@ class ModelRunner:
         if taps and decision.phase is Phase.DECODE:
             decision = Dispatch(mode=RuntimeMode.NONE, phase=Phase.PREFILL, reason=EagerReason.HIDDEN_STATES)
         with torch.no_grad(), self._device.step_scope():
+            if self.media is not None:
+                decision, arrays = self._stage_media(self.media, batch, arrays, decision)
             greedy_R = self._forward(decision, arrays)
             tapped = self._taps.read(taps) if taps else None
             drawn = self._drawer.draw(
                 batch.sampled_entries, batch.sampled_positions, greedy_R, params=batch.sampling_params
             )
             return drawn if tapped is None else tapped.of(drawn)
+
+    def _stage_media(
+        self, media: StepMedia, batch: ScheduledBatch, arrays: BatchArrays, decision: Dispatch
+    ) -> tuple[Dispatch, BatchArrays]:
+        """Put the step's rows of media in their places. Decode graphs have none for them, so a step of single
+        tokens among which there is a placeholder runs as prefill."""
+        is_media_T = media.stage(batch, sum(arrays.query_lens))
+        if (decision.owner or decision.phase) is Phase.DECODE:
+            if not is_media_T.any():
+                return decision, arrays
+            decision = Dispatch(mode=RuntimeMode.NONE, phase=Phase.PREFILL, reason=EagerReason.MEDIA_ROWS)
+        return decision, replace(arrays, values={**arrays.values, "is_media": is_media_T})
 
     @contextmanager
     def padded_eager(self) -> Iterator[None]:
@@ -125,12 +145,14 @@ class ModelRunner:
 
     def _make_report(self) -> dict[str, Any]:
         report = build_report(plan=self.plan.to_dict(), store=self._graphs.store, log=self.log)
-        compiled = self._graphs.compiled
-        stats = compiled.stats.to_dict() if compiled is not None else None
-        return {**report, "startup": self._startup, "compile": stats}
+        media = None if self.media is None else self.media.report()
+        compiled = self._graphs.compiled.report()
+        return {**report, "startup": self._startup, "compile": compiled, "media": media}
 
     def reset_report(self) -> None:
         self.log.clear()
+        if self.media is not None:
+            self.media.cache.reset_counts()
 
     def shutdown(self) -> None:
         """Release graphs, static buffers and the KV cache; the weights go with the last reference to the
@@ -144,6 +166,8 @@ class ModelRunner:
         self._device.synchronize()
         self._final_report = self._make_report()  # before what it tells of is gone
         self._graphs.store.release()
+        if self.media is not None:
+            self.media.shut_down()
         for layer in self._layers:
             layer.unbind()
         del self._graphs, self._drawer, self._taps, self._rows, self._layers

@@ -13,6 +13,7 @@ that touches them. A sequence starts behind those of its tokens that are in the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from gapless.cache.blocks import BlockAllocator
 from gapless.engine.outputs import FinishReason
@@ -27,6 +28,7 @@ full cache admits a request only to preempt it a few steps later."""
 
 class Scheduler:
     """``max_num_reqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of one step.
+    ``on_release`` is told of each sequence that has run and ends or is preempted.
 
     With a prefix cache nobody else may write to the blocks of the KV cache between steps.
     """
@@ -39,6 +41,7 @@ class Scheduler:
         max_num_reqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = False,
+        on_release: Callable[[Sequence], None] | None = None,
     ) -> None:
         assert max_num_reqs >= 1, f"max_num_reqs={max_num_reqs}"
         assert max_num_batched_tokens >= 1, f"max_num_batched_tokens={max_num_batched_tokens}"
@@ -53,6 +56,7 @@ class Scheduler:
         self._run: DecodeRun | None = None
         """Set while all that runs has decoded in the last step and nothing has changed since."""
         self.prefix_cache = PrefixCache(self.allocator) if enable_prefix_caching else None
+        self._on_release = on_release
         self._launched_step_id = -1
         self._prefills: list[ScheduledSequence] = []
         """Of the step scheduled last."""
@@ -149,6 +153,7 @@ class Scheduler:
             block_size=self.allocator.block_size,
             max_num_reqs=self.max_num_reqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            on_release=self._on_release,
         )
         if self.prefix_cache is not None:
             fresh.prefix_cache = self.prefix_cache.renewed(fresh.allocator)
@@ -296,6 +301,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         cache, table = self.prefix_cache, sequence.block_table
+        if self._on_release is not None:
+            self._on_release(sequence)
         if cache is not None:
             if not is_sound:
                 self.allocator.forget(table)

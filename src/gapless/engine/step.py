@@ -153,6 +153,23 @@ class PendingStep(Protocol):
         """Its tokens, once they are on the host. When it raises, nothing of the step is still running."""
 
 
+class MediaFeed(Protocol):
+    """What a step shows of images and videos, as the engine's loop sees it."""
+
+    def prepare(self, batch: ScheduledBatch) -> Mapping[int, str]:
+        """Make what ``batch``, which is launched next, needs. What went wrong, by position in its entries:
+        those sequences must end."""
+
+    def release(self, sequence: Sequence) -> None:
+        """``sequence`` has ended or was preempted."""
+
+    def release_all(self) -> None:
+        """No sequence runs any more."""
+
+    def forget(self) -> None:
+        """Weights may have changed: nothing is kept that no running sequence needs."""
+
+
 class StepRunner(Protocol):
     """The engine's view of a model on a device. The facts are fixed when it is built."""
 
@@ -163,6 +180,9 @@ class StepRunner(Protocol):
     max_num_reqs: int
     max_num_batched_tokens: int
     vocab_size: int
+
+    media: MediaFeed | None
+    """None for a model that takes text only."""
 
     max_steps_ahead: int
     """Steps that may be launched before the tokens of an earlier one are known; 0: one at a time."""

@@ -16,7 +16,8 @@ import torch
 
 from gapless.attention.base import SINK_BLOCK
 from gapless.engine.build import OpenedEngine
-from gapless.engine.graph_set import GraphSet
+from gapless.engine.graph_set import GraphSet, select_inputs
+from gapless.engine.media_buffers import MediaBuffers
 from gapless.engine.runner import ModelRunner
 from gapless.graphs.audit import Snapshot
 from gapless.graphs.batch import BatchDescriptor, BatchShape
@@ -38,6 +39,8 @@ def verify_engine(
     graphs, store = runner.graphs, runner.graphs.store
     with torch.no_grad():
         cache = _RandomCache.fill(opened, seed=seed)
+        if graphs.media is not None:
+            _fill_media(graphs.media)
     bound = tolerance_for([opened.loaded.info.dtype]) if tolerance is None else tolerance
     roots: dict[str, object] = {"model": model}
     start = Snapshot(roots)
@@ -161,10 +164,13 @@ class _TokenBatches:
         block_table = np.full((len(lens), widest), SINK_BLOCK, dtype=np.int32)
         for row, table in zip(block_table, tables, strict=True):
             row[: len(table)] = table
-        return {
+        values = {
             "input_ids": rng.integers(self.runner.vocab_size, size=real.num_tokens).astype(np.int32),
             "drawn_rows": np.full(real.num_tokens, self.runner.max_num_reqs, dtype=np.int32),
             "positions": positions.astype(np.int32),
+            "rope_positions": (positions + rng.integers(8, size=(3, len(positions)))).astype(np.int32),
+            "is_media": _may_be_media(real.num_tokens)
+            * rng.integers(2, size=real.num_tokens, dtype=np.int32),
             "slot_mapping": (blocks * self.cache.block_size + positions % self.cache.block_size).astype(
                 np.int32
             ),
@@ -172,6 +178,7 @@ class _TokenBatches:
             "seq_lens": (contexts + lens).astype(np.int32),
             "block_table": block_table,
         }
+        return select_inputs(values, self.part.inputs)
 
     def _fewest_reqs(self, num_tokens: int) -> int:
         return max(1, -(-num_tokens // self.runner.max_model_len))
@@ -206,6 +213,20 @@ class _TokenBatches:
         needed = -(-(contexts + lens) // block_size)
         ends = np.cumsum(needed)
         return contexts, [free[end - n : end] for end, n in zip(ends, needed, strict=True)]
+
+
+def _may_be_media(num_tokens: int) -> np.ndarray:
+    """1 for the rows that batches may fill with media, int32: the same in every batch."""
+    return (np.arange(num_tokens, dtype=np.int32) % 3 != 0).astype(np.int32)
+
+
+def _fill_media(media: MediaBuffers) -> None:
+    """Random rows where batches may show media, NaN everywhere else: none of it may reach a result."""
+    allowed_T = torch.from_numpy(_may_be_media(len(media.embeds_TE))).bool()
+    for buffer in (media.embeds_TE, media.deepstack_TLE):
+        if buffer is not None:
+            buffer.normal_()
+            buffer[~allowed_T.to(buffer.device)] = float("nan")
 
 
 @dataclass(kw_only=False, slots=True)

@@ -52,6 +52,8 @@ class EagerReason(enum.StrEnum):
     CAPTURE_FAILED = "capture_failed"
     HIDDEN_STATES = "hidden_states"
     """A decode-shaped step whose hidden states are wanted, which a decode graph does not give out."""
+    MEDIA_ROWS = "media_rows"
+    """A decode-shaped step that ends a prompt in an image, whose rows a decode graph does not take."""
     LORA = "lora"
     """The batch uses adapters and no graph was captured with them."""
 

@@ -65,6 +65,7 @@ class PagedFakeRunner:
         self.errors: Callable[[ScheduledBatch], dict[int, str]] | None = None
         self.draw: Callable[[ScheduledSequence, list[int]], int] | None = None
         self.is_shut_down = False
+        self.media = None
         self.max_steps_ahead = max_steps_ahead
         # On the device: tokens drawn that the host may not know yet, by sequence, life and position.
         self._drawn: dict[tuple[int, int, int], int] = {}

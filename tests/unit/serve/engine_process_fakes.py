@@ -66,6 +66,7 @@ class CountingRunner:
     block_size = 16
     vocab_size = VOCAB_SIZE
     max_steps_ahead = 0
+    media = None
 
     def __init__(self, *, max_num_reqs: int, num_blocks: int, step_s: float) -> None:
         self.max_num_reqs, self.num_blocks, self._step_s = max_num_reqs, num_blocks, step_s
