@@ -8,6 +8,7 @@ that it can follow the reader's light or dark setting. Used by ``report_html.py`
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -89,7 +90,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 def _scale(largest: float) -> tuple[float, float]:
     """The top of the axis and the step between lines: 1, 2 or 5 times a power of ten, about four lines."""
-    if largest <= 0:
+    if largest < sys.float_info.min * 4:  # a quarter of it would have no logarithm
         return 1.0, 1.0
     rough = largest / 4
     power = 10.0 ** math.floor(math.log10(rough))

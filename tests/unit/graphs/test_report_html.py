@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gapless.graphs.check_report import CheckReport
@@ -117,6 +117,7 @@ def test_two_dynamic_dimensions_are_counted_in_cells() -> None:
 # --- charts ------------------------------------------------------------------------------------------------
 
 
+@example([(5e-324, 0.0)])
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), max_size=60))
 def test_bars_lie_inside_the_plot_and_their_heights_add_up(values: list[tuple[float, float]]) -> None:
