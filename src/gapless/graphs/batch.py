@@ -19,6 +19,8 @@ class BatchDescriptor(NamedTuple):
     uniform: bool = False
     """All query lengths equal (pure decode; with speculation 1 + number of draft tokens)."""
     has_lora: bool = False
+    variant: int = 0
+    """Tells graphs of equal counts apart, where something else is frozen in them (an encoder's boundaries)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,6 +127,10 @@ class StaticInputs:
         """Views of any size, not kept: for eager steps, whose sizes have no bound on their number."""
         return self._make_views(dict(sizes))
 
+    def forget_views(self) -> None:
+        """Let go of the views made so far (their memory stays): when the graphs that read them are gone."""
+        self._views.clear()
+
     def load(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
         """Write a batch into ``views``: real values first, declared padding after them, one copy to the
         device.

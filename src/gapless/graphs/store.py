@@ -181,14 +181,18 @@ class FailedCapture:
 class GraphStore:
     """Pool, entries and ledger of one set of graphs that never overlap in time."""
 
-    def __init__(self, device: GraphDevice, *, pool: SharedPool | None = None) -> None:
-        """``pool`` is shared with other stores; without it the store has one of its own."""
+    def __init__(
+        self, device: GraphDevice, *, pool: SharedPool | None = None, stays_open: bool = False
+    ) -> None:
+        """``pool`` is shared with other stores; without it the store has one of its own. ``stays_open``:
+        captures may go on between steps, for graphs whose keys nobody knows at start-up."""
         if pool is not None and pool.device is not device:
             raise GraphError(f"a pool of {pool.device.torch_device} cannot serve {device.torch_device}")
         self.device = device
         self.state = StoreState.BUILDING
         self.failures: list[FailedCapture] = []
         self.shared_pool = pool or SharedPool(device)
+        self._stays_open = stays_open
         self._pool: Pool | None = None
         self._entries: dict[GraphKey, GraphEntry] = {}
         self._outputs: dict[str, Tensor] = {}
@@ -225,7 +229,8 @@ class GraphStore:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Open the store for captures; sealed when the block ends well, back to building when it raises."""
+        """Open the store for captures; sealed when the block ends well (unless it stays open), back to
+        building when it raises."""
         if self.state is not StoreState.BUILDING:
             raise CaptureClosedError(f"this store is {self.state}: captures are closed")
         self._pool = self.shared_pool.open(self)
@@ -236,7 +241,7 @@ class GraphStore:
         except BaseException:
             self.state = StoreState.BUILDING
             raise
-        self.state = StoreState.SEALED
+        self.state = StoreState.BUILDING if self._stays_open else StoreState.SEALED
 
     def capture(self, key: GraphKey, fn: Callable[[], Any], strategy: Strategy) -> GraphEntry:
         """Capture ``fn`` under ``key``. Raises ``CaptureError`` with everything restored and nothing

@@ -1,0 +1,269 @@
+"""The Triton kernel of encoder attention, and its launch.
+
+A program takes a tile of rows of one segment and one head and walks that segment's keys; programs are as many
+as rows and ``max_len`` ask for, and take tiles by a stride, so the number of segments on the device needs no
+place in the grid. Tiles are numbered without a table: those of segment ``n`` begin at ``cu_seqlens[n] //
+BLOCK_Q + n``, which leaves each segment at least as many as it needs. Head sizes between two powers of 2 are
+split into two parts (72 = 64 + 8, 80 = 64 + 16), each padded by itself, for padding 72 to 128 would nearly
+double the work.
+
+``S`` rows, ``N`` segments, ``H`` heads, ``M`` rows of a tile, ``A`` and ``B`` the parts of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gapless.env import read_env
+from gapless.errors import ConfigError
+from gapless.graphs.ops import direct, register_custom_op
+from gapless.kernels.launch import Constants, launch
+from gapless.kernels.select import next_power_of_2
+
+# mypy: allow-untyped-defs
+
+MAX_HEAD_SIZE = 128
+_SPARE_TILES = 16
+"""Segments that may begin a tile of their own before programs take more than one tile."""
+_MOST_TILES = 65535
+SEGMENTS_AT_ONCE = tl.constexpr(256)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@register_custom_op(mutates_args=["out_SHD"])
+def triton_varlen_attention(
+    query_SHD: Tensor,
+    key_SHD: Tensor,
+    value_SHD: Tensor,
+    out_SHD: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_kk: Tensor,
+    max_len: int,
+    scale: float,
+) -> None:
+    """The contract is ``VarlenBackend.attend``. Raises ``ConfigError`` for tensors it cannot take."""
+    _check(query_SHD, key_SHD, value_SHD, out_SHD, max_len)
+    num_rows, num_heads, head_size = query_SHD.shape
+    num_segments = cu_seqlens_kk.shape[0]
+    if num_rows == 0:
+        return
+    constants = _constants(head_size, max_len, query_SHD.dtype, query_SHD.device.type)
+    num_tiles = -(-num_rows // constants["BLOCK_Q"]) + min(num_segments, _SPARE_TILES)
+    args = (
+        query_SHD,
+        key_SHD,
+        value_SHD,
+        out_SHD,
+        cu_seqlens,
+        cu_seqlens_kk,
+        num_rows,
+        num_segments,
+        scale,
+        *query_SHD.stride()[:2],
+        *key_SHD.stride()[:2],
+        *value_SHD.stride()[:2],
+        *out_SHD.stride()[:2],
+    )
+    launch(varlen_attention_kernel, (num_heads, min(num_tiles, _MOST_TILES)), args, constants)
+
+
+varlen_attention = direct(triton_varlen_attention)
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(head_size: int, max_len: int, dtype: torch.dtype, device_type: str) -> Constants:
+    """Tiles by a rule, not by an autotuner: nothing may be timed while a stream is capturing."""
+    part_a = next_power_of_2(head_size)
+    part_b = 0
+    if part_a > head_size and head_size > 16:
+        part_a //= 2
+        part_b = max(next_power_of_2(head_size - part_a), 16)
+    part_a = max(part_a, 16)
+    is_wide = dtype == torch.float32
+    block_q = 64 if max_len <= 64 or is_wide else 128
+    block_n = 32 if is_wide else 64
+    if device_type == "cpu":  # the interpreter: small tiles, so that tests see several
+        block_q, block_n = 32, 32
+    return Constants(
+        HEAD_SIZE=head_size,
+        PART_A=part_a,
+        PART_B=part_b,
+        BLOCK_Q=block_q,
+        BLOCK_N=block_n,
+        DOT_PRECISION="ieee" if is_wide else "tf32",
+        num_warps=4 if block_q <= 64 else 8,
+        num_stages=2 if is_wide else 3,
+    )
+
+
+def _check(query_SHD: Tensor, key_SHD: Tensor, value_SHD: Tensor, out_SHD: Tensor, max_len: int) -> None:
+    if query_SHD.device.type == "cpu" and not read_env().triton_interpret:
+        raise ConfigError("encoder attention triton_varlen needs a CUDA device; use torch_reference on a CPU")
+    if query_SHD.shape[2] > MAX_HEAD_SIZE:
+        raise ConfigError(
+            f"triton_varlen handles head sizes up to {MAX_HEAD_SIZE}, not {query_SHD.shape[2]}; use "
+            "torch_reference"
+        )
+    if any(tensor.stride(2) != 1 for tensor in (query_SHD, key_SHD, value_SHD, out_SHD)):
+        raise ConfigError("triton_varlen needs contiguous heads (last stride 1)")
+    if not max_len > 0:
+        raise ConfigError(f"triton_varlen needs a positive max_len, not {max_len}")
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def varlen_attention_kernel(
+    query_SHD,
+    key_SHD,
+    value_SHD,
+    out_SHD,
+    cu_seqlens,
+    cu_seqlens_kk,
+    num_rows,
+    num_segments,
+    scale,
+    query_stride_s,
+    query_stride_h,
+    key_stride_s,
+    key_stride_h,
+    value_stride_s,
+    value_stride_h,
+    out_stride_s,
+    out_stride_h,
+    HEAD_SIZE: tl.constexpr,
+    PART_A: tl.constexpr,
+    PART_B: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """Programs (head, tile); a program takes every ``num_programs``-th tile, then clears its pad rows."""
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    scale_log2 = scale * LOG2_E
+    row = tl.arange(0, BLOCK_Q)
+    dim_a = tl.arange(0, PART_A)
+    is_dim_a = dim_a < HEAD_SIZE
+    query_SHD += head * query_stride_h
+    key_SHD += head * key_stride_h
+    value_SHD += head * value_stride_h
+    out_SHD += head * out_stride_h
+
+    end = tl.minimum(tl.load(cu_seqlens + num_segments), num_rows)
+    num_used = _count_segments(cu_seqlens, num_segments, end, 1, 0)
+    num_tiles = end // BLOCK_Q + num_used
+    num_rounds = tl.cdiv(num_tiles - program, tl.num_programs(1))
+    for round in range(0, num_rounds):
+        tile = program + round * tl.num_programs(1)
+        segment = _count_segments(cu_seqlens, num_used, tile + 1, BLOCK_Q, 1) - 1
+        start = tl.load(cu_seqlens + segment)
+        length = tl.load(cu_seqlens_kk + segment)
+        first = (tile - start // BLOCK_Q - segment) * BLOCK_Q
+        if first < length:
+            is_row = first + row < length
+            row_in_all = (start + first + row).to(tl.int64)
+            query_a = tl.load(
+                query_SHD + row_in_all[:, None] * query_stride_s + dim_a[None, :],
+                mask=is_row[:, None] & is_dim_a[None, :],
+                other=0.0,
+            )
+            best_M = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
+            total_M = tl.zeros([BLOCK_Q], dtype=tl.float32)
+            sum_a = tl.zeros([BLOCK_Q, PART_A], dtype=tl.float32)
+            if PART_B > 0:
+                dim_b = PART_A + tl.arange(0, PART_B)
+                is_dim_b = dim_b < HEAD_SIZE
+                query_b = tl.load(
+                    query_SHD + row_in_all[:, None] * query_stride_s + dim_b[None, :],
+                    mask=is_row[:, None] & is_dim_b[None, :],
+                    other=0.0,
+                )
+                sum_b = tl.zeros([BLOCK_Q, PART_B], dtype=tl.float32)
+            for first_key in range(0, length, BLOCK_N):
+                key = first_key + tl.arange(0, BLOCK_N)
+                is_key = key < length
+                key_in_all = (start + key).to(tl.int64)
+                key_a = tl.load(
+                    key_SHD + key_in_all[None, :] * key_stride_s + dim_a[:, None],
+                    mask=is_key[None, :] & is_dim_a[:, None],
+                    other=0.0,
+                )
+                score_MN = tl.dot(query_a, key_a, input_precision=DOT_PRECISION)
+                if PART_B > 0:
+                    key_b = tl.load(
+                        key_SHD + key_in_all[None, :] * key_stride_s + dim_b[:, None],
+                        mask=is_key[None, :] & is_dim_b[:, None],
+                        other=0.0,
+                    )
+                    score_MN += tl.dot(query_b, key_b, input_precision=DOT_PRECISION)
+                score_MN = tl.where(is_key[None, :], score_MN * scale_log2, float("-inf"))
+                new_best_M = tl.maximum(best_M, tl.max(score_MN, 1))
+                probability_MN = tl.exp2(score_MN - new_best_M[:, None])
+                shrink_M = tl.exp2(best_M - new_best_M)
+                total_M = total_M * shrink_M + tl.sum(probability_MN, 1)
+                best_M = new_best_M
+                value_a = tl.load(
+                    value_SHD + key_in_all[:, None] * value_stride_s + dim_a[None, :],
+                    mask=is_key[:, None] & is_dim_a[None, :],
+                    other=0.0,
+                )
+                probability = probability_MN.to(value_a.dtype)
+                sum_a = sum_a * shrink_M[:, None]
+                sum_a += tl.dot(probability, value_a, input_precision=DOT_PRECISION)
+                if PART_B > 0:
+                    value_b = tl.load(
+                        value_SHD + key_in_all[:, None] * value_stride_s + dim_b[None, :],
+                        mask=is_key[:, None] & is_dim_b[None, :],
+                        other=0.0,
+                    )
+                    sum_b = sum_b * shrink_M[:, None]
+                    sum_b += tl.dot(probability, value_b, input_precision=DOT_PRECISION)
+            out_row = out_SHD + row_in_all[:, None] * out_stride_s
+            tl.store(
+                out_row + dim_a[None, :],
+                (sum_a / total_M[:, None]).to(out_SHD.dtype.element_ty),
+                mask=is_row[:, None] & is_dim_a[None, :],
+            )
+            if PART_B > 0:
+                tl.store(
+                    out_row + dim_b[None, :],
+                    (sum_b / total_M[:, None]).to(out_SHD.dtype.element_ty),
+                    mask=is_row[:, None] & is_dim_b[None, :],
+                )
+
+    pad_row = end // BLOCK_Q * BLOCK_Q + program * BLOCK_Q
+    while pad_row < num_rows:
+        pad_S = pad_row + row
+        is_pad = (pad_S >= end) & (pad_S < num_rows)
+        out_row = out_SHD + pad_S.to(tl.int64)[:, None] * out_stride_s
+        zero_a = tl.zeros([BLOCK_Q, PART_A], dtype=out_SHD.dtype.element_ty)
+        tl.store(out_row + dim_a[None, :], zero_a, mask=is_pad[:, None] & is_dim_a[None, :])
+        if PART_B > 0:
+            pad_dim_b = PART_A + tl.arange(0, PART_B)
+            zero_b = tl.zeros([BLOCK_Q, PART_B], dtype=out_SHD.dtype.element_ty)
+            tl.store(
+                out_row + pad_dim_b[None, :], zero_b, mask=is_pad[:, None] & (pad_dim_b < HEAD_SIZE)[None, :]
+            )
+        pad_row += tl.num_programs(1) * BLOCK_Q
+
+
+@triton.jit
+def _count_segments(cu_seqlens, num_segments, bound, BLOCK_Q: tl.constexpr, STEP: tl.constexpr):
+    """How many segments n have ``cu_seqlens[n] // BLOCK_Q + n * STEP < bound``; they are the first ones, so
+    the count ends with the first group that is not full. Loads side by side: a binary search would wait for
+    one after another."""
+    count = 0
+    first = 0
+    while first < num_segments:
+        segment = first + tl.arange(0, SEGMENTS_AT_ONCE)
+        is_segment = segment < num_segments
+        start = tl.load(cu_seqlens + segment, mask=is_segment, other=0)
+        is_below = is_segment & (start // BLOCK_Q + segment * STEP < bound)
+        found = tl.sum(is_below.to(tl.int32), 0)
+        count += found
+        first = tl.where(found == SEGMENTS_AT_ONCE, first + SEGMENTS_AT_ONCE, num_segments)
+    return count

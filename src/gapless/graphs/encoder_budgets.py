@@ -1,0 +1,146 @@
+"""Token budgets of an encoder, and which items share one: plain arithmetic.
+
+A budget is a size that is captured at start-up; a *pack* is a run of consecutive items that one replay
+serves. Every division rounds up and every budget is a whole number of granules (what a tower merges into one
+output row), for rounding down gave budgets of no tokens and items that did not fit their own budget (vLLM
+38040). Invariants: items keep their order; a pack fits its budget in every count, not only in tokens; the
+packs cost at most what one run per item would, for that is one of the ways that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gapless.errors import ConfigError
+
+Sizes = Mapping[str, int]
+"""Counts by name; those of several items add up."""
+
+DEFAULT_SMALLEST = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """One captured size."""
+
+    tokens: int
+    sizes: Sizes
+    """The most of everything that a run in it may have."""
+    cost: float
+    """Of one replay, in any unit that all budgets share."""
+
+
+class Pack(NamedTuple):
+    """Items ``first : first + num_items`` run together, in ``budget`` (its index) or in none: too large."""
+
+    first: int
+    num_items: int
+    budget: int | None
+
+
+def ceil_to(value: int, granule: int) -> int:
+    """``value`` rounded up to whole granules, at least one."""
+    return max(-(-value // granule), 1) * granule
+
+
+def budget_ladder(*, smallest: int, largest: int, granule: int = 1) -> tuple[int, ...]:
+    """``smallest`` doubled again and again, and ``largest`` itself; whole granules, ascending.
+
+    Raises ``ConfigError`` for a size that is not positive.
+    """
+    _check_positive(smallest, "the smallest budget")
+    _check_positive(largest, "the largest budget")
+    ladder = {ceil_to(largest, granule)}
+    size = ceil_to(smallest, granule)
+    while size < largest:
+        ladder.add(ceil_to(size, granule))
+        size *= 2
+    return tuple(sorted(ladder))
+
+
+def normalise_budgets(budgets: Sequence[int], *, granule: int = 1) -> tuple[int, ...]:
+    """An explicit list, sorted, without duplicates, rounded up to whole granules.
+
+    Raises ``ConfigError`` for an empty list and for entries that are no positive integers.
+    """
+    if not budgets:
+        raise ConfigError("the list of token budgets is empty; leave it out for the default ladder")
+    for budget in budgets:
+        _check_positive(budget, "a token budget")
+    return tuple(sorted({ceil_to(budget, granule) for budget in budgets}))
+
+
+def fits(sizes: Sizes, limits: Sizes) -> bool:
+    return all(count <= limits[name] for name, count in sizes.items())
+
+
+def total(sizes: Sequence[Sizes]) -> dict[str, int]:
+    """The counts of several items together."""
+    return {name: sum(item[name] for item in sizes) for name in sizes[0]}
+
+
+def cheapest_budget(sizes: Sizes, budgets: Sequence[Budget]) -> int | None:
+    """Index of the cheapest budget that holds ``sizes``; of equals the first."""
+    best: int | None = None
+    for index, budget in enumerate(budgets):
+        if fits(sizes, budget.sizes) and (best is None or budget.cost < budgets[best].cost):
+            best = index
+    return best
+
+
+def plan_packs(items: Sequence[Sizes], budgets: Sequence[Budget]) -> list[Pack]:
+    """The cheapest way to run ``items`` in order; of equally cheap ways one with the fewest runs.
+
+    ``budgets`` ascend. An item that no budget holds is a pack of its own without one, at no cost: it runs
+    eagerly whatever the others do.
+    """
+    # best[i]: cost, number of runs and last pack of the cheapest way to run the first i items.
+    best: list[tuple[float, int, Pack | None]] = [(0.0, 0, None)]
+    for end in range(1, len(items) + 1):
+        found: tuple[float, int, Pack | None] | None = None
+        together = dict.fromkeys(items[0], 0)
+        for first in range(end - 1, -1, -1):
+            for name, count in items[first].items():
+                together[name] += count
+            budget = cheapest_budget(together, budgets)
+            if budget is None and first < end - 1:
+                break  # more items need even more
+            cost = best[first][0] + (budgets[budget].cost if budget is not None else 0.0)
+            way = (cost, best[first][1] + 1, Pack(first, end - first, budget))
+            if found is None or way[:2] < found[:2]:
+                found = way
+            if budget is None:
+                break
+        assert found is not None
+        best.append(found)
+    packs: list[Pack] = []
+    end = len(items)
+    while end:
+        pack = best[end][2]
+        assert pack is not None
+        packs.append(pack)
+        end = pack.first
+    return packs[::-1]
+
+
+def greedy_packs(items: Sequence[Sizes], limits: Sizes) -> list[Pack]:
+    """Packs without budgets, for eager runs: as many items as ``limits`` hold, at least one each."""
+    packs: list[Pack] = []
+    first = 0
+    while first < len(items):
+        count, together = 1, dict(items[first])
+        for following in items[first + 1 :]:
+            together = {name: together[name] + following[name] for name in together}
+            if not fits(together, limits):
+                break
+            count += 1
+        packs.append(Pack(first, count, None))
+        first += count
+    return packs
+
+
+def _check_positive(value: int, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{what} is {value!r}; it must be a positive number of tokens")

@@ -1,0 +1,61 @@
+"""The vocabulary of encoder graphs: modes, options, and reasons for eager runs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from gapless.errors import ConfigError
+from gapless.graphs.encoder_budgets import DEFAULT_SMALLEST, budget_ladder, ceil_to, normalise_budgets
+
+
+class EncoderMode(enum.StrEnum):
+    """How an encoder runs; ``off`` is eager."""
+
+    BUDGET = "budget"
+    EXACT = "exact"
+    OFF = "off"
+
+
+class EncoderFallback(enum.StrEnum):
+    """Why items ran eagerly."""
+
+    DISABLED = "disabled"
+    LARGER_THAN_LARGEST = "larger_than_largest_budget"
+    LONGER_THAN_BUFFERS = "longer_than_max_content_len"
+    CAPTURE_FAILED = "capture_failed"
+    GRAPH_TOO_LARGE = "graph_larger_than_max_bytes"
+    INSIDE_CAPTURE = "inside_capture"
+    PADDED_EAGER = "padded_eager"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderOptions:
+    """``max_tokens`` is the largest run in a graph: the largest budget of budget mode, ``max_content_len`` of
+    exact mode. ``budgets`` is an explicit list instead of the ladder that starts at ``smallest_budget``.
+    ``max_graphs`` and ``max_bytes`` (of the pool) bound a generation of exact graphs. Raises ``ConfigError``.
+    """
+
+    mode: EncoderMode = EncoderMode.BUDGET
+    max_tokens: int = 8192
+    smallest_budget: int = DEFAULT_SMALLEST
+    budgets: tuple[int, ...] | None = None
+    max_graphs: int = 64
+    max_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "smallest_budget", "max_graphs", "max_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} of encoder graphs must be positive")
+        if self.budgets is not None and self.mode is not EncoderMode.BUDGET:
+            raise ConfigError(f"budgets={self.budgets} mean nothing in encoder mode {self.mode}")
+
+    def ladder(self, granule: int) -> tuple[int, ...]:
+        """The sizes that static memory is made for, ascending: the budgets, or the maximum alone."""
+        if self.budgets is not None:
+            return normalise_budgets(self.budgets, granule=granule)
+        if self.mode is EncoderMode.BUDGET:
+            smallest = min(self.smallest_budget, self.max_tokens)
+            return budget_ladder(smallest=smallest, largest=self.max_tokens, granule=granule)
+        return (ceil_to(self.max_tokens, granule),)
