@@ -28,6 +28,7 @@ Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy", "safetensors", "gguf"]
+VitGraphMode = Literal["budget", "exact"]
 
 INT32_MAX = 2**31 - 1
 """Slots and positions are int32 on the device, so no count of tokens may exceed this."""
@@ -151,6 +152,17 @@ class EngineConfig:
     """A prompt starts behind what is in the cache of it already, from an earlier or a running request."""
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    enable_vit_cuda_graph: bool = False
+    """Graphs for the vision encoder of a model that has one."""
+    vit_cuda_graph_mode: VitGraphMode | None = None
+    """``budget`` (None means it): images are packed into sizes captured at start-up. ``exact``: a graph for
+    each set of image sizes, captured when it is first seen."""
+    vit_cuda_graph_budgets: tuple[int, ...] | None = None
+    """Sizes of budget mode, in patches."""
+    vit_cuda_graph_max_tokens: int | None = None
+    """The largest size that becomes a graph, in patches."""
+    mm_embedding_cache_tokens: int | None = None
+    """Placeholders whose embeddings are kept for images that come again; 0 keeps none."""
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
@@ -173,9 +185,18 @@ class EngineConfig:
             raise ConfigError(f"--attention-backend={self.attention_backend!r}: must be a name, or auto")
         _check_bool("--enforce-eager", self.enforce_eager)
         _check_bool("--enable-prefix-caching", self.enable_prefix_caching)
+        _check_bool("--enable-vit-cuda-graph", self.enable_vit_cuda_graph)
+        if self.vit_cuda_graph_mode is not None:
+            _check_choice("--vit-cuda-graph-mode", self.vit_cuda_graph_mode, get_args(VitGraphMode))
+        if self.vit_cuda_graph_budgets is not None:
+            sizes = parse_sizes("--vit-cuda-graph-budgets", self.vit_cuda_graph_budgets)
+            _set(self, "vit_cuda_graph_budgets", sizes)
+        _check_int("--vit-cuda-graph-max-tokens", self.vit_cuda_graph_max_tokens, 1, MAX_STEP_TOKENS)
+        _check_int("--mm-embedding-cache-tokens", self.mm_embedding_cache_tokens, 0, INT32_MAX)
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs={self.graphs!r}: must be a GraphConfig")
         self._check_contradictions()
+        self._check_vit_options()
 
     @classmethod
     def from_sources(
@@ -248,6 +269,31 @@ class EngineConfig:
         for name, wish in wishes.items():
             if wish not in ("auto", GraphMode.NONE, Strategy.DISABLED):
                 raise ConfigError(f"--enforce-eager contradicts {name}={wish}; give only one of the two")
+
+    def _check_vit_options(self) -> None:
+        details = ("vit_cuda_graph_mode", "vit_cuda_graph_budgets", "vit_cuda_graph_max_tokens")
+        given = [name for name in details if getattr(self, name) is not None]
+        if given and not self.enable_vit_cuda_graph:
+            name = given[0]
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(self, name)} is about graphs of the vision encoder, "
+                "which are off; add --enable-vit-cuda-graph"
+            )
+        if self.enable_vit_cuda_graph and self.enforce_eager:
+            raise ConfigError("--enforce-eager contradicts --enable-vit-cuda-graph; give only one of the two")
+        if self.vit_cuda_graph_budgets is None:
+            return
+        if self.vit_cuda_graph_mode == "exact":
+            raise ConfigError(
+                "--vit-cuda-graph-budgets has no meaning with --vit-cuda-graph-mode=exact, whose graphs have "
+                "the sizes of the images"
+            )
+        largest = max(self.vit_cuda_graph_budgets)
+        if self.vit_cuda_graph_max_tokens not in (None, largest):
+            raise ConfigError(
+                f"--vit-cuda-graph-max-tokens={self.vit_cuda_graph_max_tokens} contradicts the largest of "
+                f"--vit-cuda-graph-budgets, {largest}; give only one of the two"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

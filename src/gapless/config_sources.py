@@ -173,7 +173,7 @@ def _canonical(source: Source, fields: Collection[str]) -> dict[str, Any]:
 
 def _plain(name: str, value: Any, *, spelling: str) -> Any:
     """A form in which equal values compare equal, whichever way they were written."""
-    if name.endswith("_sizes"):
+    if name.endswith(("_sizes", "_budgets")):
         return parse_sizes(spelling, value)
     return tuple(value) if isinstance(value, list) else value
 

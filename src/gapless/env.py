@@ -9,10 +9,11 @@ for the options proper.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gapless.errors import ConfigError
 
@@ -55,12 +56,18 @@ class Env:
     api_keys: tuple[str, ...] = ()
     """``GAPLESS_API_KEY``: keys that open the server, separated by commas; a key on the command line is in
     every user's list of processes."""
+    moe_backend: Literal["triton", "grouped_mm"] | None = None
+    """``GAPLESS_MOE_BACKEND``: what multiplies experts on CUDA, our kernels or torch's ``grouped_mm``
+    (bfloat16 only). None: our kernels where Triton is there."""
     triton_interpret: bool = False
     """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
 
     def engine_options(self) -> dict[str, Any]:
         """What ``EngineConfig.from_sources`` takes from the environment."""
-        return {"enable_prefix_caching": self.enable_prefix_caching}
+        return {
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "enable_vit_cuda_graph": self.vit_enable_cuda_graph or None,
+        }
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
@@ -76,8 +83,74 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         fast_launch=_bool(values, "GAPLESS_FAST_LAUNCH", default=True),
         enable_prefix_caching=_bool_or_none(values, "GAPLESS_ENABLE_PREFIX_CACHING"),
         api_keys=tuple(key.strip() for key in values.get("GAPLESS_API_KEY", "").split(",") if key.strip()),
+        moe_backend=_choice(values, "GAPLESS_MOE_BACKEND", ("triton", "grouped_mm")),
         triton_interpret=_bool(values, "TRITON_INTERPRET"),
     )
+
+
+def prepare_nccl() -> None:
+    """Settings that NCCL and torch read when a process group is made.
+
+    NVLink multicast must stay off. A failed collective is reported by the ranks themselves: torch's watchdog
+    would end the process instead.
+    """
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchrunRank:
+    """What ``torchrun`` tells a process that it has started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+def read_torchrun(environ: Mapping[str, str] | None = None) -> TorchrunRank | None:
+    """None for a process that ``torchrun`` has not started. Raises ``ConfigError`` naming a variable without
+    which, or with which value, ranks cannot meet."""
+    values = os.environ if environ is None else environ
+    if not values.get("RANK") or not values.get("WORLD_SIZE"):
+        return None
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        text = values.get(name, values["RANK"] if name == "LOCAL_RANK" else "")
+        if not text.isdecimal():
+            raise ConfigError(f"{name}={text}: torchrun's environment must hold a number here")
+        numbers[name] = int(text)
+    if not values.get("MASTER_ADDR"):
+        raise ConfigError("MASTER_ADDR is not set, though RANK and WORLD_SIZE are")
+    return TorchrunRank(
+        rank=numbers["RANK"],
+        local_rank=numbers["LOCAL_RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        master_addr=values["MASTER_ADDR"],
+        master_port=numbers["MASTER_PORT"],
+    )
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Processes started within the block get ``changes`` too. Other threads see them meanwhile."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def inherited(name: str) -> str | None:
+    """A variable that other programs read, such as the list of GPUs, to hand parts of it on."""
+    return os.environ.get(name)
 
 
 def _logging_level(values: Mapping[str, str]) -> str | None:
@@ -85,6 +158,13 @@ def _logging_level(values: Mapping[str, str]) -> str | None:
     if text and text.upper() not in LOGGING_LEVELS:
         raise ConfigError(f"GAPLESS_LOGGING_LEVEL={text}: must be one of {', '.join(LOGGING_LEVELS)}")
     return text.upper() or None
+
+
+def _choice(values: Mapping[str, str], name: str, choices: tuple[str, ...]) -> Any:
+    text = values.get(name, "").strip()
+    if text and text not in choices:
+        raise ConfigError(f"{name}={text}: must be one of {', '.join(choices)}")
+    return text or None
 
 
 def _bool(values: Mapping[str, str], name: str, *, default: bool = False) -> bool:

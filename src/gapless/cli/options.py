@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-_LIST_FLAGS = ("--cuda-graph-bs-prefill", "--cuda-graph-bs-decode")
+_LIST_FLAGS = ("--cuda-graph-bs-prefill", "--cuda-graph-bs-decode", "--vit-cuda-graph-budgets")
 _BACKENDS = "full, breakable, tc_piecewise or disabled."
 
 
@@ -147,6 +147,40 @@ class EngineOptions:
             help="Compiler of tc_piecewise graphs: eager or inductor.",
             panel="Graphs",
             metavar="NAME",
+        ),
+    ] = None
+    enable_vit_cuda_graph: Annotated[
+        bool | None,
+        _option("--enable-vit-cuda-graph", help="Graphs for the vision encoder too.", panel="Vision"),
+    ] = None
+    vit_cuda_graph_mode: Annotated[
+        str | None,
+        _option(
+            "--vit-cuda-graph-mode",
+            help="budget: images packed into sizes captured at start-up; exact: a graph per image size.",
+            panel="Vision",
+            metavar="NAME",
+        ),
+    ] = None
+    vit_cuda_graph_budgets: Annotated[
+        str | None,
+        _option(
+            "--vit-cuda-graph-budgets",
+            help="Exactly these sizes, in patches; commas or spaces.",
+            panel="Vision",
+            metavar="N,N,…",
+        ),
+    ] = None
+    vit_cuda_graph_max_tokens: Annotated[
+        int | None,
+        _option("--vit-cuda-graph-max-tokens", help="Largest size, in patches.", panel="Vision"),
+    ] = None
+    mm_embedding_cache_tokens: Annotated[
+        int | None,
+        _option(
+            "--mm-embedding-cache-tokens",
+            help="Image and video tokens whose embeddings are kept.",
+            panel="Vision",
         ),
     ] = None
     compilation_config: Annotated[

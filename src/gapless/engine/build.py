@@ -21,14 +21,15 @@ from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
 from gapless.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from gapless.engine.compiled_forward import CompiledForwards, make_compiled_forwards
 from gapless.engine.graph_set import GraphSet, StepLimits
+from gapless.engine.media import StepMedia
+from gapless.engine.media_setup import embedding_cache_bytes, make_encoder
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
 from gapless.engine.penalties import most_bytes
 from gapless.engine.planning import make_plan, max_step_tokens
 from gapless.engine.precompile import precompile
 from gapless.engine.row_graphs import RowGraphs
-from gapless.engine.rules import refuse_missing_options
+from gapless.engine.rules import refuse_missing_encoder
 from gapless.engine.runner import ModelRunner
-from gapless.env import read_env
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.device import get_device
@@ -40,7 +41,8 @@ from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import FailedCapture, GraphStore
-from gapless.models.registry import LoadedModel, load_model
+from gapless.models.registry import LoadedModel, load_model, read_model_info
+from gapless.models.vision.base import MediaEncoder
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage name, how much is done and how much there is."""
@@ -69,9 +71,10 @@ class OpenedEngine:
 
 def open_engine(config: EngineConfig, progress: Progress | None = None) -> OpenedEngine:
     """Load the model that ``config`` names and build its runner; errors are those of the two parts."""
-    refuse_missing_options(read_env())
     torch_device = resolve_device(config.device)
     config = config.with_device_defaults(torch_device.type)
+    if config.enable_vit_cuda_graph or config.mm_embedding_cache_tokens is not None:
+        refuse_missing_encoder(config, read_model_info(config.model))  # before weights are read
     start = time.perf_counter()
     loaded = load_model(
         config.model,
@@ -94,13 +97,22 @@ def build_runner(
     torch_device: torch.device,
     load_s: float = 0.0,
     progress: Progress | None = None,
+    encoder: MediaEncoder | None = None,
 ) -> ModelRunner:
-    """Make the runner. ``config`` has its device defaults; ``loaded`` lies on ``torch_device``.
+    """Make the runner. ``config`` has its device defaults; ``loaded`` lies on ``torch_device``. ``encoder``
+    takes the place of the one that would be made of the model's vision tower.
 
     Raises ``ConfigError`` for contradictions and ``MemoryLimitError`` when the cache or the largest step does
     not fit. A size that cannot be captured is no error: it stays eager and is in the report.
     """
-    return _Build(config, loaded, torch_device, load_s, progress).run()
+    build = _Build(config, loaded, torch_device, load_s, progress)
+    build.encoder = encoder
+    try:
+        return build.run()
+    except BaseException:
+        if build.encoder is not None:
+            build.encoder.release()
+        raise
 
 
 class _Build:
@@ -117,6 +129,8 @@ class _Build:
         assert config.max_running_requests is not None  # with_device_defaults has filled these in
         assert config.chunked_prefill_size is not None
         self.config, self.model, self.info = config, loaded.model, loaded.info
+        self.loaded = loaded
+        self.encoder: MediaEncoder | None = None
         self.progress = progress
         self.device: GraphDevice = get_device(torch_device)
         device_type = self.device.torch_device.type
@@ -129,6 +143,8 @@ class _Build:
 
     def run(self) -> ModelRunner:
         plan = self._plan()
+        if self.info.is_multimodal:
+            self._capture_encoder()
         with self._stage("cache"):
             num_blocks, estimate = self._size_cache(plan)
             pool = self._make_cache(num_blocks)
@@ -176,7 +192,23 @@ class _Build:
             num_blocks=pool.num_blocks,
             attention_layers=self.model.attention_layers(),
             startup=startup,
+            media=self._step_media(graphs),
         )
+
+    def _capture_encoder(self) -> None:
+        """Before the cache is sized, so that what its graphs take is not free any more by then."""
+        with self._stage("encoder"):
+            if self.encoder is None:
+                self.encoder = make_encoder(self.config, self.loaded, device=self.device)
+            self._report("encoder", 0, 1)
+            self.encoder.capture()
+            self._report("encoder", 1, 1)
+
+    def _step_media(self, graphs: GraphSet) -> StepMedia | None:
+        if self.encoder is None or graphs.media is None:
+            return None
+        capacity = embedding_cache_bytes(self.config, self.info)
+        return StepMedia(self.encoder, graphs.media, device=self.device, capacity_bytes=capacity)
 
     def _plan(self) -> GraphPlan:
         return make_plan(

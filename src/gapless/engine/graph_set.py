@@ -136,7 +136,9 @@ class GraphSet:
             is_of_prefill = self.prefill.is_compiled and forward is self.compiled.prefill
             runner = self.prefill if is_of_prefill else self.decode
             num_tokens = trace_tokens(forward, max_num_tokens=runner.inputs.max_sizes["tokens"])
-            runner.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=1))
+            is_decode = runner is self.decode and self.decode_makes_logits  # a token for each request
+            num_reqs = num_tokens if is_decode else 1
+            runner.compile(BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs, uniform=is_decode))
 
     @property
     def vocab_size(self) -> int:

@@ -25,7 +25,7 @@ from gapless.graphs.capabilities import (
 from gapless.graphs.modes import Phase, Strategy
 
 if TYPE_CHECKING:
-    from gapless.env import Env
+    from gapless.config import EngineConfig
     from gapless.models.base import ModelInfo
 
 
@@ -101,12 +101,18 @@ def parse_features(names: Iterable[str]) -> frozenset[Feature]:
     return frozenset(features)
 
 
-def refuse_missing_options(env: Env) -> None:
-    """Raise ``ConfigError`` for what the environment asks of an engine without vision."""
-    if env.vit_enable_cuda_graph:
+def refuse_missing_encoder(config: EngineConfig, info: ModelInfo) -> None:
+    """Raise ``ConfigError`` for what is asked of the vision encoder of a model that has none."""
+    if info.is_multimodal:
+        return
+    asked = None
+    if config.enable_vit_cuda_graph:
+        asked = "--enable-vit-cuda-graph (or GAPLESS_VIT_ENABLE_CUDA_GRAPH=1) asks for graphs of"
+    elif config.mm_embedding_cache_tokens is not None:
+        asked = f"--mm-embedding-cache-tokens={config.mm_embedding_cache_tokens} bounds what is kept of"
+    if asked is not None:
         raise ConfigError(
-            "GAPLESS_VIT_ENABLE_CUDA_GRAPH=1 asks for graphs of a vision encoder, and this engine runs text "
-            "models only; unset it"
+            f"{asked} a vision encoder, and {info.architecture} takes text only; leave it out for this model"
         )
 
 
@@ -148,7 +154,6 @@ def capabilities_for(
     max_total_tokens: int | None = None,
     has_layer_split: bool = True,
     is_mla: bool = False,
-    is_multimodal: bool = False,
     is_pooling: bool = False,
     uses_cascade: bool = False,
     uniform_query_len: int = 1,
@@ -160,7 +165,7 @@ def capabilities_for(
     data.
     """
     backends = (get_backend_support(item) if isinstance(item, str) else item for item in attention)
-    active = frozenset(features) | model_features(info.architecture, is_multimodal=is_multimodal)
+    active = frozenset(features) | model_features(info.architecture, is_multimodal=info.is_multimodal)
     return Capabilities(
         attention=tuple(backends),
         max_reqs=max_running_requests,

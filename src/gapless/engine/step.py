@@ -181,11 +181,12 @@ class StepRunner(Protocol):
     max_num_batched_tokens: int
     vocab_size: int
 
-    media: MediaFeed | None
-    """None for a model that takes text only."""
-
     max_steps_ahead: int
     """Steps that may be launched before the tokens of an earlier one are known; 0: one at a time."""
+
+    @property
+    def media(self) -> MediaFeed | None:
+        """None for a model that takes text only."""
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start one step. Entries whose last token the host does not know yet take it from the step launched

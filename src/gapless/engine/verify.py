@@ -169,8 +169,7 @@ class _TokenBatches:
             "drawn_rows": np.full(real.num_tokens, self.runner.max_num_reqs, dtype=np.int32),
             "positions": positions.astype(np.int32),
             "rope_positions": (positions + rng.integers(8, size=(3, len(positions)))).astype(np.int32),
-            "is_media": _may_be_media(real.num_tokens)
-            * rng.integers(2, size=real.num_tokens, dtype=np.int32),
+            "is_media": np.where(rng.integers(2, size=real.num_tokens), _may_be_media(real.num_tokens), 0),
             "slot_mapping": (blocks * self.cache.block_size + positions % self.cache.block_size).astype(
                 np.int32
             ),

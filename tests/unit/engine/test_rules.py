@@ -19,9 +19,8 @@ from gapless.engine.rules import (
     model_features,
     parse_features,
     prefill_max_cap,
-    refuse_missing_options,
+    refuse_missing_encoder,
 )
-from gapless.env import Env
 from gapless.errors import ConfigError
 from gapless.graphs.capabilities import BackendSupport
 from gapless.graphs.modes import AttentionSupport, GraphMode, Phase, Strategy
@@ -39,6 +38,7 @@ class Info:
     architecture: str = "Qwen3ForCausalLM"
     max_model_len: int = 40960
     vocab_size: int = 151936
+    is_multimodal: bool = False
 
 
 def capabilities(info: Info | None = None, **facts):
@@ -212,7 +212,16 @@ def test_a_device_without_graphs_is_the_feature_of_that_name():
     assert by_device.mode is GraphMode.NONE
 
 
-def test_an_engine_without_vision_refuses_the_switch_for_encoder_graphs():
-    refuse_missing_options(Env())
-    with pytest.raises(ConfigError, match=r"GAPLESS_VIT_ENABLE_CUDA_GRAPH=1 .*text models only"):
-        refuse_missing_options(Env(vit_enable_cuda_graph=True))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_vit_cuda_graph": True}, r"GAPLESS_VIT_ENABLE_CUDA_GRAPH=1.* takes text only; leave it out"),
+        ({"mm_embedding_cache_tokens": 5}, r"--mm-embedding-cache-tokens=5 .* takes text only"),
+    ],
+)
+def test_an_engine_without_vision_refuses_options_of_an_encoder(options, message):
+    config = EngineConfig(model="m", **options)
+    with pytest.raises(ConfigError, match=message):
+        refuse_missing_encoder(config, Info())
+    refuse_missing_encoder(config, Info(is_multimodal=True))
+    refuse_missing_encoder(EngineConfig(model="m"), Info())
