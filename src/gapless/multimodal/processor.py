@@ -1,0 +1,300 @@
+"""Text with one placeholder per image or video, and the media themselves, to a ``MediaPrompt``.
+
+A chat template writes one placeholder for each image or video, between the tokens that mark vision. Here each
+becomes as many placeholders as the encoder will make rows; Qwen3-VL's videos become frames that are announced
+by their time. What is wrong with a request is found from sizes, before any pixel is touched. Invariant:
+prompts, patches and positions are those of Transformers' processors and ``get_rope_index``. Needs no torch,
+and may be called from many threads. Read ``pixels.py`` and ``positions.py`` for the two halves of the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from gapless.errors import RequestError
+from gapless.models.vl_config import VisionLanguageConfig
+from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt
+from gapless.multimodal.pixels import PixelSettings, grid_of, patches, resized
+from gapless.multimodal.positions import MediaBlock, rope_positions
+
+if TYPE_CHECKING:
+    from gapless.models.tokenizer import Tokenizer
+    from gapless.multimodal.sampling import FrameSampling
+    from gapless.multimodal.videos import VideoFrames
+
+_FALLBACK_FPS = 24.0
+"""Of frames that nothing is known about, as Transformers assumes."""
+
+
+class Processor:
+    """For one model. Without a tokenizer, prompts are token ids and videos with timestamps are refused."""
+
+    def __init__(
+        self,
+        config: VisionLanguageConfig,
+        *,
+        image: PixelSettings,
+        video: PixelSettings,
+        sampling: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.config, self.image, self.video = config, image, video
+        self._sampling, self._tokenizer = dict(sampling), tokenizer
+
+    def sampling(self, **overrides: Any) -> FrameSampling:
+        """Which frames of a video the model wants to see; ``fps`` or ``num_frames`` may be overridden."""
+        from gapless.multimodal.sampling import FrameSampling  # decoding videos needs a package of its own
+
+        return FrameSampling(**{**self._sampling, **overrides})
+
+    def with_settings(
+        self, *, image: PixelSettings, video: PixelSettings, sampling: Mapping[str, Any]
+    ) -> Processor:
+        """Another one of the same model; ``sampling`` replaces what it names."""
+        kept = {**self._sampling, **sampling}
+        if "fps" in sampling:
+            kept.pop("num_frames", None)
+        return Processor(
+            self.config, image=image, video=video, sampling=kept, tokenizer=self._tokenizer
+        )
+
+    def placeholder(self, kind: MediaKind) -> list[int]:
+        """What stands for one image or video in a prompt, marks included."""
+        token = self.config.image_token_id if kind == "image" else self.config.video_token_id
+        return [self.config.vision_start_token_id, token, self.config.vision_end_token_id]
+
+    def prompt(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        images: Sequence[Image.Image | np.ndarray] = (),
+        videos: Sequence[VideoFrames | np.ndarray] = (),
+        max_tokens: int | None = None,
+    ) -> MediaPrompt:
+        """``images`` and ``videos`` fill the placeholders of their kind, in order.
+
+        An image is one of Pillow's, or uint8 ``[H, W, 3]``; a video is decoded frames, or uint8
+        ``[F, H, W, 3]``. ``max_tokens`` bounds the expanded prompt. Raises ``RequestError``.
+        """
+        token_ids = self._token_ids(prompt)
+        sources = self._sources(token_ids, images, videos)
+        expanded, plans = self._expand(token_ids, sources)
+        if max_tokens is not None and len(expanded) > max_tokens:
+            num_media = sum(length for plan in plans for _, length in plan.ranges)
+            raise RequestError(
+                f"the prompt has {len(expanded)} tokens, {num_media} of them for images and videos, and at "
+                f"most {max_tokens} fit; send fewer or smaller ones"
+            )
+        positions_3T, delta = rope_positions(len(expanded), [b for plan in plans for b in plan.blocks])
+        return MediaPrompt(
+            token_ids=tuple(expanded),
+            items=tuple(plan.item() for plan in plans),
+            rope_positions_3T=positions_3T,
+            rope_delta=delta,
+        )
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self._encoded(prompt))
+        return list(prompt)
+
+    def _encoded(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer, which text and videos with timestamps need")
+        # A chat's text has its special tokens already, and timestamps have none.
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _sources(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Image.Image | np.ndarray],
+        videos: Sequence[VideoFrames | np.ndarray],
+    ) -> list[_Source]:
+        """One for each placeholder, in the order of the prompt."""
+        made: dict[int, list[_Source]] = {
+            self.config.image_token_id: [
+                _image_source(image, self.image, name=f"image {index}")
+                for index, image in enumerate(images, start=1)
+            ],
+            self.config.video_token_id: [
+                _video_source(video, self.video, name=f"video {index}")
+                for index, video in enumerate(videos, start=1)
+            ],
+        }
+        ordered = []
+        used = dict.fromkeys(made, 0)
+        for token in token_ids:
+            if token in made:
+                if used[token] < len(made[token]):
+                    ordered.append(made[token][used[token]])
+                used[token] += 1
+        for token, kind in ((self.config.image_token_id, "image"), (self.config.video_token_id, "video")):
+            if used[token] != len(made[token]):
+                raise RequestError(
+                    f"the prompt has {used[token]} {kind} placeholders (token {token}) for "
+                    f"{len(made[token])} {kind}s; there must be one for each"
+                )
+        return ordered
+
+    def _expand(self, token_ids: Sequence[int], sources: Sequence[_Source]) -> tuple[list[int], list[_Plan]]:
+        expanded: list[int] = []
+        plans: list[_Plan] = []
+        remaining = iter(sources)
+        for token in token_ids:
+            if token == self.config.image_token_id:
+                plans.append(self._place(expanded, next(remaining), token))
+            elif token == self.config.video_token_id and self.config.has_timestamps:
+                plans.append(self._place_frames(expanded, next(remaining), token))
+            elif token == self.config.video_token_id:
+                plans.append(self._place(expanded, next(remaining), token))
+            else:
+                expanded.append(token)
+        return expanded, plans
+
+    def _place(self, expanded: list[int], source: _Source, token: int) -> _Plan:
+        """All placeholders of ``source`` in one piece."""
+        steps, rows, columns = self._grid_of_tokens(source)
+        interval = 1
+        if source.kind == "video":  # whole seconds, as Transformers counts them
+            seconds = int(self.config.temporal_patch_size / source.sampled_fps)
+            interval = self.config.tokens_per_second * seconds
+        block = MediaBlock(
+            start=len(expanded), steps=steps, rows=rows, columns=columns, time_interval=interval
+        )
+        expanded.extend([token] * block.num_tokens)
+        return _Plan(source=source, blocks=(block,))
+
+    def _place_frames(self, expanded: list[int], source: _Source, token: int) -> _Plan:
+        """Each step of a video between marks of its own, behind its time."""
+        steps, rows, columns = self._grid_of_tokens(source)
+        blocks = []
+        for seconds in source.step_times(self.config.temporal_patch_size):
+            expanded.extend(self._encoded(f"<{seconds:.1f} seconds>"))
+            expanded.append(self.config.vision_start_token_id)
+            blocks.append(MediaBlock(start=len(expanded), steps=1, rows=rows, columns=columns))
+            expanded.extend([token] * (rows * columns))
+            expanded.append(self.config.vision_end_token_id)
+        assert len(blocks) == steps
+        return _Plan(source=source, blocks=tuple(blocks))
+
+    def _grid_of_tokens(self, source: _Source) -> tuple[int, int, int]:
+        steps, grid_h, grid_w = source.grid_thw
+        return steps, grid_h // self.config.merge_size, grid_w // self.config.merge_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Source:
+    """One image or video as it came, and the grid it will have."""
+
+    kind: MediaKind
+    name: str
+    """What begins errors about it."""
+    frames: Sequence[Image.Image | np.ndarray]
+    settings: PixelSettings
+    grid_thw: tuple[int, int, int]
+    frame_indices: tuple[int, ...] = (0,)
+    fps: float = _FALLBACK_FPS
+    """Of the video that the indices count frames of."""
+    sampled_fps: float = _FALLBACK_FPS
+    """Frames taken in each second."""
+
+    def step_times(self, depth: int) -> list[float]:
+        """Seconds from the video's start to the middle of each ``depth`` frames that share patches."""
+        indices = list(self.frame_indices)
+        indices += [indices[-1]] * (-len(indices) % depth)
+        times = [index / self.fps for index in indices]
+        return [(times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Plan:
+    """A source and its places in the prompt."""
+
+    source: _Source
+    blocks: tuple[MediaBlock, ...]
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        return tuple((block.start, block.num_tokens) for block in self.blocks)
+
+    def item(self) -> MediaItem:
+        source = self.source
+        pictures = [_picture(frame, source.name) for frame in source.frames]
+        pixels_FHW3 = resized(source.settings, pictures, source.grid_thw)
+        return MediaItem(
+            kind=source.kind,
+            patches_PC=patches(source.settings, pixels_FHW3, source.grid_thw),
+            grid_thw=source.grid_thw,
+            content_hash=_content_hash(source, pixels_FHW3),
+            ranges=self.ranges,
+        )
+
+
+def _content_hash(source: _Source, pixels_FHW3: np.ndarray) -> bytes:
+    """Patches follow from resized pixels, grid and settings, and those are an eighth as many bytes."""
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(repr((source.kind, source.grid_thw, pixels_FHW3.shape, source.settings)).encode())
+    digest.update(np.ascontiguousarray(pixels_FHW3).data)
+    return digest.digest()
+
+
+def _image_source(image: Image.Image | np.ndarray, settings: PixelSettings, *, name: str) -> _Source:
+    if isinstance(image, np.ndarray):
+        _check_pixels(image, ndim=3, name=name)
+        height, width = image.shape[:2]
+    elif isinstance(image, Image.Image):
+        width, height = image.size
+    else:
+        raise RequestError(f"{name}: {type(image).__name__} is no image; pass a PIL image or an array")
+    grid_thw = grid_of(settings, height=height, width=width, name=name)
+    return _Source(kind="image", name=name, frames=(image,), settings=settings, grid_thw=grid_thw)
+
+
+def _picture(image: Image.Image | np.ndarray, name: str) -> Image.Image:
+    """RGB; decodes what Pillow has only opened."""
+    if isinstance(image, np.ndarray):
+        return Image.fromarray(image)
+    try:
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise RequestError(f"{name}: the image cannot be read ({error})") from None
+
+
+def _video_source(video: VideoFrames | np.ndarray, settings: PixelSettings, *, name: str) -> _Source:
+    if isinstance(video, np.ndarray):
+        frames_FHWC, indices, fps, sampled_fps = video, tuple(range(len(video))), _FALLBACK_FPS, _FALLBACK_FPS
+    elif hasattr(video, "frames_FHWC"):
+        frames_FHWC, indices, fps = video.frames_FHWC, video.indices, video.facts.fps
+        sampled_fps = len(indices) / video.facts.num_frames * fps
+    else:
+        raise RequestError(
+            f"{name}: {type(video).__name__} is no video; pass decoded frames or an array of them"
+        )
+    _check_pixels(frames_FHWC, ndim=4, name=name)
+    num_frames, height, width = frames_FHWC.shape[:3]
+    grid_thw = grid_of(settings, height=height, width=width, num_frames=num_frames, name=name)
+    return _Source(
+        kind="video",
+        name=name,
+        frames=list(frames_FHWC),
+        settings=settings,
+        grid_thw=grid_thw,
+        frame_indices=indices,
+        fps=fps,
+        sampled_fps=sampled_fps,
+    )
+
+
+def _check_pixels(pixels: np.ndarray, *, ndim: int, name: str) -> None:
+    if pixels.dtype != np.uint8 or pixels.ndim != ndim or pixels.shape[-1] != 3:
+        wanted = "(height, width, 3)" if ndim == 3 else "(frames, height, width, 3)"
+        raise RequestError(
+            f"{name}: an array of shape {pixels.shape} and type {pixels.dtype}; pass uint8 of shape {wanted}"
+        )
