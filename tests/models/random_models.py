@@ -12,10 +12,13 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
@@ -23,6 +26,9 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 
 _SIZES = {
@@ -44,8 +50,8 @@ def random_model(model_type: str, *, seed: int = 0, **overrides: object) -> PreT
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+            if parameter.dim() >= 2:  # experts are stacked
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.3)
             else:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from gapless.models.decoder import Decoder
+from gapless.models.layers import WeightTarget
 
 _STD = 0.02
 
@@ -28,9 +29,16 @@ def fill_dummy_weights(
         if name.endswith("norm.weight"):
             target.tensor.fill_(1.0)
         else:
-            target.tensor.copy_(target.part_of(_normal(target.shape, target.tensor, generator)))
+            _fill(target, generator)
         if progress is not None:
             progress("weights", done, len(targets))
+
+
+def _fill(target: WeightTarget, generator: torch.Generator) -> None:
+    if target.part is None and target.tensor.is_contiguous():
+        target.tensor.normal_(0.0, _STD, generator=generator)  # experts are large: no second copy of them
+    else:
+        target.tensor.copy_(target.part_of(_normal(target.shape, target.tensor, generator)))
 
 
 def _normal(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

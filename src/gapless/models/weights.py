@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None = None) -> None:
     """Fill ``model`` from ``folder``. Raises ``ModelError``; the model's contents are undefined after an
     error."""
-    missing = model.weight_targets()
     files = _shard_files(folder)
+    missing = model.weight_targets(_all_names(files))
     finished, total = 0, sum(path.stat().st_size for path in files)
     repeated_head: tuple[Path, Tensor | None] | None = None
     embedding = missing[_EMBEDDING]
@@ -120,6 +121,28 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def _all_names(files: dict[Path, frozenset[str] | None]) -> frozenset[str]:
+    names: set[str] = set()
+    for path, listed in files.items():
+        if listed is None:
+            with _opened(path) as shard:
+                names.update(shard.keys())
+        else:
+            names.update(listed)
+    return frozenset(names)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path}: truncated or not a safetensors file ({error}); download it again"
+        ) from error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredTensor:
     """A tensor of an open file: nothing of it is read before it is asked for."""
@@ -132,22 +155,17 @@ class _StoredTensor:
         """The part that goes to ``target``, mapped."""
         if target.part is None:
             return self.file.get_tensor(self.name)
-        return self.file.get_slice(self.name)[target.part.indices()]
+        return target.part_of(self.file.get_slice(self.name))
 
 
 def _stored_tensors(path: Path, expected: frozenset[str] | None) -> Iterator[tuple[str, _StoredTensor]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            names = list(shard.keys())
-            if expected is not None:
-                _check_names(path, expected, frozenset(names))
-            for name in names:
-                shape = tuple(shard.get_slice(name).get_shape())
-                yield name, _StoredTensor(file=shard, name=name, shape=shape)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{path}: truncated or not a safetensors file ({error}); download it again"
-        ) from error
+    with _opened(path) as shard:
+        names = list(shard.keys())
+        if expected is not None:
+            _check_names(path, expected, frozenset(names))
+        for name in names:
+            shape = tuple(shard.get_slice(name).get_shape())
+            yield name, _StoredTensor(file=shard, name=name, shape=shape)
 
 
 def _check_names(path: Path, expected: frozenset[str], found: frozenset[str]) -> None:

@@ -305,7 +305,7 @@ def test_a_key_of_another_family_is_refused(model_type: str, key: str) -> None:
     "changes",
     [
         {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-        {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+        {"model_type": "dbrx", "architectures": ["DbrxForCausalLM"]},
         {"architectures": ["LlamaForSequenceClassification"]},
         {"model_type": "qwen2"},
         {"model_type": None, "architectures": None},

@@ -1,0 +1,332 @@
+"""Triton kernels of a mixture of experts: routing and grouping of tokens, products by expert, sum per token.
+
+Nothing is counted on the host. Routing gives each chunk of tokens its experts and counts them; grouping turns
+the counts into the order of *slots* (a slot is one token with one of its experts) sorted by expert, and into
+*blocks*: an expert, and up to ``BLOCK_P`` of its slots. A product has as many blocks as the worst routing of
+so many tokens could need, and those that this one leaves empty return at once. Rows of padding choose no
+expert, so they are in no slot and no block, and no count sees them. There are no atomics: every sum has one
+owner and one order, so results are the same bits in every run.
+
+Shapes: T tokens, N experts, K experts per token, P = T * K slots, C chunks, B blocks (expert, first place,
+number of slots), E hidden size, I input and O output features of a product.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: allow-untyped-defs
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_places", "num_blocks"])
+def route_kernel(
+    logits_TN,
+    query_start_loc,
+    weights_TK,
+    experts_TK,
+    slots_P,
+    blocks_B3,
+    counts_N,
+    chunk_counts_CN,
+    logits_stride_t,
+    num_tokens,
+    num_places,
+    num_blocks,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RENORMALIZES: tl.constexpr,
+    IS_ALONE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCKS_EACH: tl.constexpr,
+    FILL: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per ``CHUNK`` tokens: softmax, the ``TOP_K`` best experts of each, counts per expert.
+
+    Of equal probabilities the lower index wins. A row with a NaN or an
+    infinity gets the first experts and NaN weights, so
+    that its result is NaN. Rows outside ``query_start_loc[0] .. [num_places]`` choose expert ``NUM_EXPERTS``,
+    with weight 0. With ``IS_ALONE`` there is one chunk, and the program groups it too.
+    """
+    token_T = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert_N = tl.arange(0, EXPERTS_PAD)
+    is_expert = (expert_N < NUM_EXPERTS)[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first, last = tl.load(query_start_loc), tl.load(query_start_loc + num_places)
+    is_token = token_T < num_tokens
+    is_real = is_token & (token_T >= first) & (token_T < last)
+    source = logits_TN + token_T.to(tl.int64)[:, None] * logits_stride_t + expert_N[None, :]
+    logits = tl.load(source, mask=is_real[:, None] & is_expert, other=0.0).to(tl.float32)
+    is_broken_T = tl.max(((logits - logits) != 0.0).to(tl.int32), 1) != 0  # NaN or infinite
+    logits = tl.where(is_broken_T[:, None], 0.0, logits)
+    logits = tl.where(is_expert, logits, float("-inf"))
+    exponent = tl.exp(logits - tl.max(logits, 1)[:, None])
+    probability = exponent / tl.sum(exponent, 1)[:, None]
+
+    # -1 is taken already, or no expert; probabilities are at least 0.
+    left = tl.where(is_expert, probability, -1.0)
+    rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
+    total = tl.zeros([CHUNK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        is_taken = expert_N[None, :] == index[:, None]
+        left = tl.where(is_taken, -1.0, left)
+        rank_TN = tl.where(is_taken, k, rank_TN)
+        total += best
+        tl.store(experts_TK + token_T * TOP_K + k, tl.where(is_real, index, NUM_EXPERTS), mask=is_token)
+    if not RENORMALIZES:
+        total = tl.full([CHUNK], 1.0, dtype=tl.float32)
+    is_chosen = is_real[:, None] & (rank_TN < TOP_K)
+    weight = tl.where(is_broken_T[:, None], float("nan"), probability / total[:, None])
+    slot = token_T[:, None] * TOP_K + rank_TN
+    tl.store(weights_TK + slot, weight, mask=is_chosen)
+    # Weights of padding: column by column, for no expert stands for one.
+    for k in tl.static_range(TOP_K):
+        tl.store(weights_TK + token_T * TOP_K + k, 0.0, mask=is_token & (is_real == 0))
+
+    chosen = is_chosen.to(tl.int32)
+    count_N = tl.sum(chosen, 0)
+    if IS_ALONE:
+        offset_N = tl.cumsum(count_N, 0) - count_N
+        place = offset_N[None, :] + tl.cumsum(chosen, 0) - chosen
+        tl.store(slots_P + place, slot, mask=is_chosen)
+        tl.store(counts_N + expert_N, count_N, mask=expert_N < NUM_EXPERTS)
+        _write_blocks(blocks_B3, count_N, offset_N, 0, 1, num_blocks, EXPERTS_PAD, BLOCK_P, BLOCKS_EACH, FILL)
+    else:
+        target = chunk_counts_CN + tl.program_id(0) * EXPERTS_PAD + expert_N
+        tl.store(target, count_N)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks", "num_blocks"])
+def group_kernel(
+    experts_TK,
+    chunk_counts_CN,
+    slots_P,
+    blocks_B3,
+    counts_N,
+    num_tokens,
+    num_chunks,
+    num_blocks,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNK_TILE: tl.constexpr,
+    CHUNK_TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCKS_EACH: tl.constexpr,
+    FILL: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per chunk: put its slots behind those of the chunks before it, expert by expert, and write
+    its share of the blocks. Every program adds the counts of all chunks up for itself: they are few."""
+    chunk = tl.program_id(0)
+    token_T = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert_N = tl.arange(0, EXPERTS_PAD)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    before_N = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
+    count_N = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
+    for tile in range(CHUNK_TILES):
+        chunk_C = tile * CHUNK_TILE + tl.arange(0, CHUNK_TILE)
+        source = chunk_counts_CN + chunk_C[:, None] * EXPERTS_PAD + expert_N[None, :]
+        found = tl.load(source, mask=(chunk_C < num_chunks)[:, None], other=0)
+        count_N += tl.sum(found, 0)
+        before_N += tl.sum(tl.where((chunk_C < chunk)[:, None], found, 0), 0)
+    offset_N = tl.cumsum(count_N, 0) - count_N
+
+    rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        taken = tl.load(experts_TK + token_T * TOP_K + k, mask=token_T < num_tokens, other=NUM_EXPERTS)
+        is_taken = (expert_N[None, :] == taken[:, None]) & (taken < NUM_EXPERTS)[:, None]
+        rank_TN = tl.where(is_taken, k, rank_TN)
+    is_chosen = rank_TN < TOP_K
+    chosen = is_chosen.to(tl.int32)
+    place = (offset_N + before_N)[None, :] + tl.cumsum(chosen, 0) - chosen
+    tl.store(slots_P + place, token_T[:, None] * TOP_K + rank_TN, mask=is_chosen)
+    if chunk == 0:
+        tl.store(counts_N + expert_N, count_N, mask=expert_N < NUM_EXPERTS)
+    _write_blocks(
+        blocks_B3, count_N, offset_N, chunk, num_chunks, num_blocks, EXPERTS_PAD, BLOCK_P, BLOCKS_EACH, FILL
+    )
+
+
+@triton.jit
+def _write_blocks(
+    blocks_B3,
+    count_N,
+    offset_N,
+    program,
+    num_programs,
+    num_blocks,
+    EXPERTS_PAD: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCKS_EACH: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """Of every expert's blocks, number ``program``, ``program + num_programs``, … (at most ``BLOCKS_EACH``);
+    and ``FILL`` blocks from ``program * FILL`` on are marked empty where they lie behind the last one."""
+    expert_N = tl.arange(0, EXPERTS_PAD)
+    num_N = (count_N + BLOCK_P - 1) // BLOCK_P
+    first_N = tl.cumsum(num_N, 0) - num_N
+    for each in tl.static_range(BLOCKS_EACH):
+        number = program + each * num_programs
+        is_block = number < num_N
+        target = blocks_B3 + (first_N + number) * 3
+        tl.store(target, expert_N, mask=is_block)
+        tl.store(target + 1, offset_N + number * BLOCK_P, mask=is_block)
+        tl.store(target + 2, tl.minimum(count_N - number * BLOCK_P, BLOCK_P), mask=is_block)
+    block_B = program * FILL + tl.arange(0, FILL)
+    is_empty = (block_B >= tl.sum(num_N, 0)) & (block_B < num_blocks)
+    for part in tl.static_range(3):
+        tl.store(blocks_B3 + block_B * 3 + part, 0, mask=is_empty)
+
+
+@triton.jit
+def expert_product_kernel(
+    x,
+    weight_NOI,
+    slots_P,
+    blocks_B3,
+    scales_P,
+    out,
+    x_stride,
+    weight_stride_n,
+    weight_stride_o,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    IS_GATE_UP: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per block and ``BLOCK_O`` output features; programs of a block follow each other, so that
+    blocks of one expert find its weights in the second-level cache.
+
+    ``IS_GATE_UP``: rows are gathered from the tokens, gate and up (the first and second ``num_out`` rows of
+    the weights) are multiplied side by side and end in ``silu(gate) * up``, stored by place. Else rows are
+    places, and a result times its slot's weight is stored by slot. With few slots the weights stand on the
+    left, where the tensor cores want 64 rows.
+    """
+    num_tiles = tl.cdiv(num_out, BLOCK_O)
+    block = tl.program_id(0) // num_tiles
+    out_O = tl.program_id(0) % num_tiles * BLOCK_O + tl.arange(0, BLOCK_O)
+    is_out = out_O < num_out
+    row_O = tl.where(is_out, out_O, 0).to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    num_slots = tl.load(blocks_B3 + block * 3 + 2)
+    if num_slots == 0:
+        return
+    expert = tl.load(blocks_B3 + block * 3).to(tl.int64)
+    first = tl.load(blocks_B3 + block * 3 + 1)
+    row_P = tl.arange(0, BLOCK_P)
+    is_slot = row_P < num_slots
+    place_P = first + tl.where(is_slot, row_P, 0)  # the others repeat the first one and are not stored
+    slot_P = tl.load(slots_P + place_P)
+    source_P = (slot_P // TOP_K if IS_GATE_UP else place_P).to(tl.int64)
+
+    in_I = tl.arange(0, BLOCK_I)
+    gate = weight_NOI + expert * weight_stride_n
+    if WEIGHTS_LEFT:
+        gate += row_O[:, None] * weight_stride_o + in_I[None, :]
+        row = x + source_P[None, :] * x_stride + in_I[:, None]
+        total = tl.zeros([BLOCK_O, BLOCK_P], dtype=tl.float32)
+        second = tl.zeros([BLOCK_O, BLOCK_P], dtype=tl.float32)
+    else:
+        gate += row_O[None, :] * weight_stride_o + in_I[:, None]
+        row = x + source_P[:, None] * x_stride + in_I[None, :]
+        total = tl.zeros([BLOCK_P, BLOCK_O], dtype=tl.float32)
+        second = tl.zeros([BLOCK_P, BLOCK_O], dtype=tl.float32)
+    up = gate + num_out * weight_stride_o
+    for start in range(0, NUM_IN, BLOCK_I):
+        if WEIGHTS_LEFT:
+            left = _load(gate + start, in_I[None, :] + start, NUM_IN, BLOCK_I)
+            right = _load(row + start, in_I[:, None] + start, NUM_IN, BLOCK_I)
+            total = tl.dot(left, right, total, input_precision="ieee")
+            if IS_GATE_UP:
+                left = _load(up + start, in_I[None, :] + start, NUM_IN, BLOCK_I)
+                second = tl.dot(left, right, second, input_precision="ieee")
+        else:
+            left = _load(row + start, in_I[None, :] + start, NUM_IN, BLOCK_I)
+            right = _load(gate + start, in_I[:, None] + start, NUM_IN, BLOCK_I)
+            total = tl.dot(left, right, total, input_precision="ieee")
+            if IS_GATE_UP:
+                right = _load(up + start, in_I[:, None] + start, NUM_IN, BLOCK_I)
+                second = tl.dot(left, right, second, input_precision="ieee")
+
+    dtype = out.dtype.element_ty
+    if IS_GATE_UP:
+        # Rounded where separate steps would round.
+        value, factor = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        value = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32) * factor
+        target_P = place_P
+    else:
+        scale_P = tl.load(scales_P + slot_P)
+        value = total * (scale_P[None, :] if WEIGHTS_LEFT else scale_P[:, None])
+        target_P = slot_P
+    start_P = target_P.to(tl.int64) * num_out
+    if WEIGHTS_LEFT:
+        tl.store(
+            out + start_P[None, :] + out_O[:, None], value.to(dtype), mask=is_slot[None, :] & is_out[:, None]
+        )
+    else:
+        tl.store(
+            out + start_P[:, None] + out_O[None, :], value.to(dtype), mask=is_slot[:, None] & is_out[None, :]
+        )
+
+
+@triton.jit
+def _load(pointer, column, NUM_IN: tl.constexpr, BLOCK_I: tl.constexpr):
+    """A tile, with zeros behind the last column."""
+    if NUM_IN % BLOCK_I == 0:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=column < NUM_IN, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_places"])
+def combine_kernel(
+    by_slot_PE,
+    query_start_loc,
+    shared_TE,
+    shared_gate_T,
+    out_TE,
+    num_places,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per token and tile: the sum of its slots, in their order, and of the shared expert times
+    ``sigmoid(shared_gate)``; zeros for padding, whatever its slots hold."""
+    token = tl.program_id(0)
+    element = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_element = element < SIZE
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first, last = tl.load(query_start_loc), tl.load(query_start_loc + num_places)
+    is_real = (token >= first) & (token < last)
+    has_value = is_element & is_real
+    source = by_slot_PE + token.to(tl.int64) * (TOP_K * SIZE) + element
+    total = tl.zeros([TILE], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        total += tl.load(source + k * SIZE, mask=has_value, other=0.0).to(tl.float32)
+    target = token.to(tl.int64) * SIZE + element
+    if HAS_SHARED:
+        gate = tl.load(shared_gate_T + token, mask=is_real, other=0.0).to(tl.float32)
+        shared = tl.load(shared_TE + target, mask=has_value, other=0.0).to(tl.float32)
+        total += tl.where(is_real, shared / (1.0 + tl.exp(-gate)), 0.0)
+    tl.store(out_TE + target, total.to(out_TE.dtype.element_ty), mask=is_element)

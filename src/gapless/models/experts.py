@@ -1,0 +1,111 @@
+"""The weights of a layer's experts: stacked parameters, and where checkpoints keep them.
+
+All experts of a layer lie in two tensors, ``[N, 2F, E]`` (gate before up) and ``[N, E, F]``, whatever a file
+holds: a matrix per expert and projection (the usual form), or the same two stacks (``experts.gate_up_proj``,
+what Transformers 5 has in memory). Which of the two a file has is read off its names. Of an intermediate
+size that ranks share, a rank holds its slice of gate, of up and of the columns of down; where that does not
+divide, zeros stand behind the last real ones, which change no result. ``N`` experts, ``E`` hidden size, ``F``
+intermediate size of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gapless.models.layers import Placement, Slice, WeightTarget, empty_parameter
+from gapless.models.moe_config import ExpertConfig
+
+
+class ExpertWeights(nn.Module):
+    """Both stacks, with undefined values that a loader fills."""
+
+    def __init__(self, config: ExpertConfig, *, hidden_size: int, placement: Placement) -> None:
+        super().__init__()
+        self._config, self._shard, self._hidden_size = config, placement.shard, hidden_size
+        self.size = placement.shard.padded_length(config.intermediate_size)
+        """F: of this rank."""
+        num_experts = config.num_experts
+        self.gate_up_NOE = empty_parameter(num_experts, 2 * self.size, hidden_size, placement=placement)
+        self.down_NEF = empty_parameter(num_experts, hidden_size, self.size, placement=placement)
+        if config.intermediate_size % placement.shard.size:
+            with torch.no_grad():  # behind the last real rows and columns
+                self.gate_up_NOE.zero_()
+                self.down_NEF.zero_()
+
+    def targets(self, prefix: str, stored: Collection[str]) -> Iterator[tuple[str, WeightTarget]]:
+        """``prefix`` is the block's. A file that holds none of the names gets the stacked ones."""
+        if f"{prefix}.experts.0.{self._config.names.gate}.weight" in stored:
+            yield from self._targets_of_each(f"{prefix}.experts")
+        else:
+            yield from self._stacked_targets(f"{prefix}.experts")
+
+    def _targets_of_each(self, prefix: str) -> Iterator[tuple[str, WeightTarget]]:
+        names, full, span = self._config.names, self._config.intermediate_size, self._span
+        rows, columns = self._part(0), self._part(1)
+        tall, wide = (full, self._hidden_size), (self._hidden_size, full)
+        for index in range(self._config.num_experts):
+            gate_up_OE, down_EF = self.gate_up_NOE[index], self.down_NEF[index]
+            gate, up = gate_up_OE[:span], gate_up_OE[self.size : self.size + span]
+            expert = f"{prefix}.{index}"
+            yield f"{expert}.{names.gate}.weight", WeightTarget(tensor=gate, shape=tall, part=rows)
+            yield f"{expert}.{names.up}.weight", WeightTarget(tensor=up, shape=tall, part=rows)
+            down = WeightTarget(tensor=down_EF[:, :span], shape=wide, part=columns)
+            yield f"{expert}.{names.down}.weight", down
+
+    def _stacked_targets(self, prefix: str) -> Iterator[tuple[str, WeightTarget]]:
+        num_experts, hidden, full = (
+            self._config.num_experts,
+            self._hidden_size,
+            self._config.intermediate_size,
+        )
+        is_transposed = self._config.names.is_transposed
+        halves_N2FE = self.gate_up_NOE.unflatten(1, (2, self.size))[:, :, : self._span]
+        gate_up_shape: tuple[int, ...] = (num_experts, 2 * full, hidden)
+        down, down_shape, down_part = (
+            self.down_NEF[:, :, : self._span],
+            (num_experts, hidden, full),
+            self._part(2),
+        )
+        if is_transposed:
+            gate_up_shape = (num_experts, hidden, 2 * full)
+            down, down_shape, down_part = down.transpose(1, 2), (num_experts, full, hidden), self._part(1)
+        yield f"{prefix}.gate_up_proj", self._gate_up_target(halves_N2FE, gate_up_shape)
+        yield f"{prefix}.down_proj", WeightTarget(tensor=down, shape=down_shape, part=down_part)
+
+    def _gate_up_target(self, halves_N2FE: Tensor, shape: tuple[int, ...]) -> WeightTarget:
+        dim = 2 if self._config.names.is_transposed else 1
+        if self._shard.is_whole:
+            whole = halves_N2FE.flatten(1, 2)
+            return WeightTarget(tensor=whole if dim == 1 else whole.transpose(1, 2), shape=shape)
+        tensor = halves_N2FE if dim == 1 else halves_N2FE.permute(0, 3, 1, 2)
+        return GateUpTarget(tensor=tensor, shape=shape, part=self._part(dim))
+
+    @property
+    def _span(self) -> int:
+        """Real rows of this rank's gate."""
+        return self._shard.split_padded(self._config.intermediate_size).length
+
+    def _part(self, dim: int) -> Slice | None:
+        if self._shard.is_whole:
+            return None
+        span = self._shard.split_padded(self._config.intermediate_size)
+        return Slice(dim=dim, start=span.start, length=span.length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateUpTarget(WeightTarget):
+    """Gate and up in one tensor of the checkpoint, one behind the other in the dimension of ``part``: a rank
+    takes the same slice of both, and they lie in two dimensions of ``tensor``."""
+
+    def part_of(self, value: Any) -> Tensor:
+        assert self.part is not None
+        dim, half = self.part.dim, self.shape[self.part.dim] // 2
+        starts = (self.part.start, half + self.part.start)
+        return torch.stack(
+            [value[Slice(dim=dim, start=s, length=self.part.length).indices()] for s in starts], dim=dim
+        )
