@@ -7,9 +7,7 @@ in ``registry.py``, which loads the rest: ``smollm2``, a folder, a GGUF file. Re
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
-from typing import Any
 
 from gapless.errors import ModelError
 from gapless.models.gguf_file import GGUFFile
@@ -43,14 +41,3 @@ def open_tokenizer(source: str) -> Tokenizer | None:
         f"{source}: no such folder or file; give a local Hugging Face folder, a .gguf file, or 'smollm2' "
         f"(models are not downloaded)"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises ``ModelError``."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return value

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from gapless.errors import ModelError, RequestError
+from gapless.models.vl_template import template_of_folder
 from gapless.models.vocabulary import token_bytes
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
@@ -122,7 +123,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(
         backend,
         special_tokens={name: str(token) for name, token in loaded.special_tokens_map.items()},
-        chat_template=default_template(loaded.chat_template),
+        chat_template=template_of_folder(folder, default_template(loaded.chat_template)),
     )
 
 

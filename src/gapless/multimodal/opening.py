@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gapless.errors import ConfigError, ModelError
-from gapless.models.sources import read_json
+from gapless.models.json_file import read_json
 from gapless.models.vl_config import is_vision_language, read_vl_config
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gapless.errors import ModelError
-from gapless.models.sources import read_json
+from gapless.models.json_file import read_json
 from gapless.models.vl_config import VisionLanguageConfig
 from gapless.multimodal.pixels import PixelSettings
 
