@@ -31,6 +31,10 @@ class MemoryLimitError(GaplessError, RuntimeError):
     """There is too little memory for what was asked (for example not one block of KV cache)."""
 
 
+class RankError(GaplessError, RuntimeError):
+    """One of several ranks that hold a model together has failed or is gone, so the others cannot go on."""
+
+
 class GraphError(GaplessError, RuntimeError):
     """Something about capturing or replaying a graph went wrong."""
 

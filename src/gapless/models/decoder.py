@@ -10,7 +10,7 @@ head size, ``R`` sampled rows, ``V`` vocabulary, ``F`` = D/2. Read ``config.py``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -21,18 +21,28 @@ from gapless.attention.base import Attention
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
-from gapless.models.fused import fused_hidden_states, fused_layers, fused_linear, prepare_products
+from gapless.models.fused import (
+    activated,
+    fused_hidden_states,
+    fused_layers,
+    fused_linear,
+    prepare_products,
+)
 from gapless.models.layers import (
     HeadNorm,
     Linear,
-    MergedLinear,
     Placement,
     RMSNorm,
+    Slice,
     WeightTarget,
     empty_parameter,
 )
+from gapless.models.moe import MixtureOfExperts
 from gapless.models.mrope import AxisAngles
+from gapless.models.parallel_linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from gapless.models.rope import rope_table, rotate
+from gapless.parallel.collectives import all_reduce, gather_columns
+from gapless.parallel.shard import WHOLE, Shard, Span
 
 
 class Decoder(nn.Module):
@@ -44,11 +54,17 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
-        placement = Placement(dtype=dtype, device=device)
-        self.config = config
+        placement = Placement(dtype=dtype, device=device, shard=shard)
+        self.config, self.shard = config, shard
         self.info = ModelInfo(
             architecture=config.architecture,
             num_layers=config.num_layers,
@@ -60,20 +76,21 @@ class Decoder(nn.Module):
             max_model_len=config.max_model_len,
             dtype=dtype,
             eos_token_ids=config.eos_token_ids,
+            num_experts=0 if config.experts is None else config.experts.num_experts,
             rope_axes=1 if config.rope.axis_sections is None else 3,
             num_deepstack=config.num_deepstack,
             is_multimodal=config.image_token_id is not None,
             image_token_id=config.image_token_id,
             video_token_id=config.video_token_id,
         )
-        self.embedding = empty_parameter(config.vocab_size, config.hidden_size, placement=placement)
+        self.tokens_held = shard.split_padded(config.vocab_size)
+        """Of the vocabulary: whose rows of the embedding and the head this rank has."""
+        self.embedding = self._vocabulary_rows(placement)
         blocks = [DecoderLayer(config, layer_index=i, placement=placement) for i in range(config.num_layers)]
         self.blocks = cast("Sequence[DecoderLayer]", nn.ModuleList(blocks))
         self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
         self.lm_head = Linear(
-            self.embedding
-            if config.tie_word_embeddings
-            else empty_parameter(config.vocab_size, config.hidden_size, placement=placement)
+            self.embedding if config.tie_word_embeddings else self._vocabulary_rows(placement)
         )
         self.rope_P2F: Tensor | None
         self.angles: AxisAngles | None = None
@@ -88,8 +105,13 @@ class Decoder(nn.Module):
         self.eval()
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
-        """``[T] -> [T, E]``."""
-        return F.embedding(input_ids_T, self.embedding)
+        """``[T] -> [T, E]``. Each rank looks up its own tokens; the others' rows are zeros in its sum."""
+        if self.shard.is_whole:
+            return F.embedding(input_ids_T, self.embedding)
+        row_T = input_ids_T - self.tokens_held.start
+        is_held_T = (row_T >= 0) & (row_T < self.tokens_held.length)
+        partial_TE = F.embedding(torch.where(is_held_T, row_T, 0), self.embedding)
+        return all_reduce(torch.where(is_held_T.unsqueeze(1), partial_TE, 0), self.shard)
 
     def layers(self, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None) -> Tensor:
         """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``.
@@ -139,9 +161,8 @@ class Decoder(nn.Module):
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` in the model's dtype, for a caller that widens them itself."""
-        if self.has_fused_kernels:
-            return fused_linear(self.lm_head, hidden_RE)
-        return self.lm_head(hidden_RE)
+        linear = fused_linear if self.has_fused_kernels else Linear.__call__
+        return gather_columns(linear(self.lm_head, hidden_RE), self.info.vocab_size, self.shard)
 
     def forward(self, input_ids_T: Tensor, positions: Tensor) -> Tensor:
         """Logits of every token; the engine calls the three parts instead."""
@@ -150,6 +171,11 @@ class Decoder(nn.Module):
     def attention_layers(self) -> list[Attention]:
         """The ``Attention`` modules in layer order."""
         return [block.attention.core for block in self.blocks]
+
+    def expert_layers(self) -> dict[int, MixtureOfExperts]:
+        """By layer, the mixtures of experts; none in a dense model."""
+        found = {i: block.mlp for i, block in enumerate(self.blocks)}
+        return {i: mlp for i, mlp in found.items() if isinstance(mlp, MixtureOfExperts)}
 
     def pack(self) -> None:
         """To be called once after loading: matrices take the form in which this device multiplies fastest,
@@ -160,40 +186,78 @@ class Decoder(nn.Module):
         if self.has_fused_kernels:
             prepare_products(self)
 
-    def weight_targets(self) -> dict[str, WeightTarget]:
-        """Checkpoint tensor name (as Hugging Face has it) → where it goes. A tied head has no entry."""
-        shape = tuple(self.embedding.shape)
-        targets = {"model.embed_tokens.weight": WeightTarget(tensor=self.embedding, shape=shape)}
+    def weight_targets(self, stored: Collection[str] = ()) -> dict[str, WeightTarget]:
+        """Checkpoint tensor name (as Hugging Face has it) → where it goes. A tied head has no entry.
+
+        ``stored``: the names in the checkpoint, which tell in which of two forms it holds experts.
+        """
+        targets = {"model.embed_tokens.weight": self._vocabulary_target(self.embedding)}
         for index, block in enumerate(self.blocks):
-            targets.update(block.targets(f"model.layers.{index}"))
+            targets.update(block.targets(f"model.layers.{index}", stored))
         targets.update(self.final_norm.targets("model.norm"))
         if not self.config.tie_word_embeddings:
             assert self.lm_head.weight is not None, "the weights are packed already"
-            targets["lm_head.weight"] = WeightTarget(tensor=self.lm_head.weight, shape=shape)
+            targets["lm_head.weight"] = self._vocabulary_target(self.lm_head.weight)
         return targets
+
+    def _vocabulary_rows(self, placement: Placement) -> nn.Parameter:
+        """A row for each token this rank holds, and rows of zeros up to the same number on all ranks."""
+        num_rows = self.shard.padded_length(self.config.vocab_size)
+        rows_VE = empty_parameter(num_rows, self.config.hidden_size, placement=placement)
+        rows_VE[self.tokens_held.length :].zero_()
+        return rows_VE
+
+    def _vocabulary_target(self, rows_VE: Tensor) -> WeightTarget:
+        start, length = self.tokens_held
+        part = None if self.shard.is_whole else Slice(dim=0, start=start, length=length)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return WeightTarget(tensor=rows_VE[:length], shape=shape, part=part)
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, gated feed-forward, each around a residual."""
+    """Norm, attention, norm, gated feed-forward, each around a residual. What attention and feed-forward of
+    a rank put out is its part of a sum over ranks."""
 
     def __init__(self, config: DecoderConfig, *, layer_index: int, placement: Placement) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
         self.attention = DecoderAttention(config, layer_index=layer_index, placement=placement)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
-        self.mlp = GatedMLP(config, placement=placement)
+        self.mlp = _feed_forward(config, layer_index=layer_index, placement=placement)
+        self.shard = placement.shard
 
     def forward(self, hidden_TE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-        hidden_TE = hidden_TE + self.attention(self.attention_norm(hidden_TE), cos_T1F, sin_T1F)
-        return hidden_TE + self.mlp(self.mlp_norm(hidden_TE))
+        partial_TE = self.attention(self.attention_norm(hidden_TE), cos_T1F, sin_T1F)
+        hidden_TE = hidden_TE + all_reduce(partial_TE, self.shard)
+        return hidden_TE + all_reduce(self.mlp(self.mlp_norm(hidden_TE)), self.shard)
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+    def targets(self, prefix: str, stored: Collection[str]) -> dict[str, WeightTarget]:
+        mlp = self.mlp
+        if isinstance(mlp, GatedMLP):
+            feed_forward = mlp.targets(f"{prefix}.mlp")
+        else:
+            feed_forward = mlp.targets(prefix, stored)
         return {
             **dict(self.attention_norm.targets(f"{prefix}.input_layernorm")),
             **self.attention.targets(f"{prefix}.self_attn"),
             **dict(self.mlp_norm.targets(f"{prefix}.post_attention_layernorm")),
-            **self.mlp.targets(f"{prefix}.mlp"),
+            **feed_forward,
         }
+
+
+def _feed_forward(
+    config: DecoderConfig, *, layer_index: int, placement: Placement
+) -> GatedMLP | MixtureOfExperts:
+    experts = config.experts
+    if experts is None or not experts.sparse_layers[layer_index]:
+        return GatedMLP(config, size=config.intermediate_size, placement=placement)
+    shared_size = experts.shared_intermediate_size
+    return MixtureOfExperts(
+        experts,
+        hidden_size=config.hidden_size,
+        shared=None if shared_size is None else GatedMLP(config, size=shared_size, placement=placement),
+        placement=placement,
+    )
 
 
 class DecoderAttention(nn.Module):
@@ -201,19 +265,33 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, layer_index: int, placement: Placement) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        shard = placement.shard
+        queries = shard.split(config.num_heads, what="num_attention_heads")
+        kv_heads = shard.split_kv_heads(config.num_kv_heads)
+        self.num_heads, self.num_kv_heads = queries.length, kv_heads.length
+        """Of this rank."""
         self.head_size = config.head_size
-        query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.qkv = MergedLinear(
+
+        def heads(name: str, total: int, held: Span) -> OutputPart:
+            size = config.head_size
+            span = Span(held.start * size, held.length * size)
+            return OutputPart(name=name, total=total * size, span=span, length=span.length)
+
+        query_part = heads("q_proj", config.num_heads, queries)
+        self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size)),
+            (
+                query_part,
+                heads("k_proj", config.num_kv_heads, kv_heads),
+                heads("v_proj", config.num_kv_heads, kv_heads),
+            ),
             bias=config.qkv_bias,
             placement=placement,
         )
         self.head_norm = (
             HeadNorm(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
                 head_size=config.head_size,
                 eps=config.rms_norm_eps,
                 placement=placement,
@@ -222,15 +300,21 @@ class DecoderAttention(nn.Module):
             else None
         )
         self.core = Attention(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             head_size=config.head_size,
             scale=config.head_size**-0.5,
             window=config.windows[layer_index],
             layer_index=layer_index,
         )
-        self.out = MergedLinear(
-            query_size, (("o_proj", config.hidden_size),), bias=config.o_bias, placement=placement
+        self.out = RowParallelLinear(
+            "o_proj",
+            total=query_part.total,
+            span=query_part.span,
+            length=query_part.length,
+            out_features=config.hidden_size,
+            bias=config.o_bias,
+            placement=placement,
         )
 
     def forward(self, hidden_TE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
@@ -253,22 +337,35 @@ class DecoderAttention(nn.Module):
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))`` with gate and up in one product."""
 
-    def __init__(self, config: DecoderConfig, *, placement: Placement) -> None:
+    def __init__(self, config: DecoderConfig, *, size: int, placement: Placement) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up = MergedLinear(
+        span, length = placement.shard.split_padded(size), placement.shard.padded_length(size)
+        self.gate_up = ColumnParallelLinear(
             config.hidden_size,
-            (("gate_proj", size), ("up_proj", size)),
+            (
+                OutputPart(name="gate_proj", total=size, span=span, length=length),
+                OutputPart(name="up_proj", total=size, span=span, length=length),
+            ),
             bias=config.mlp_bias,
             placement=placement,
         )
-        self.down = MergedLinear(
-            size, (("down_proj", config.hidden_size),), bias=config.mlp_bias, placement=placement
+        self.down = RowParallelLinear(
+            "down_proj",
+            total=size,
+            span=span,
+            length=length,
+            out_features=config.hidden_size,
+            bias=config.mlp_bias,
+            placement=placement,
         )
 
     def forward(self, hidden_TE: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden_TE).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
+
+    def fused(self, hidden_TE: Tensor) -> Tensor:
+        """The same on fused kernels."""
+        return fused_linear(self.down, activated(self.gate_up, hidden_TE))
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
         return {**dict(self.gate_up.targets(prefix)), **dict(self.down.targets(prefix))}

@@ -10,7 +10,7 @@ merged heads, ``H`` query heads, ``D`` head size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from gapless.graphs.context import get_forward_context
 from gapless.graphs.ops import direct
 from gapless.kernels import activation, linear, norm, rope_cache
 from gapless.kernels.linear import Matrices, compile_products
+from gapless.parallel.collectives import all_reduce
 
 if TYPE_CHECKING:
     from gapless.models.decoder import Decoder, DecoderAttention
     from gapless.models.layers import Linear, RMSNorm
+    from gapless.models.moe import FeedForward
 
 fused_silu_mul = direct(activation.fused_silu_mul)
 small_linear, gate_up_silu = direct(linear.small_linear), direct(linear.gate_up_silu)
@@ -57,6 +59,9 @@ def fused_hidden_states(
 ) -> Tensor:
     """Embedding, layers and final norm: ``[T], [T] or [3, T] -> [T, E]``. Where ``input_ids`` is 0, the token
     is ``drawn[drawn_rows]``: what the step before drew, which the host need not know."""
+    if not model.shard.is_whole:  # a sum over ranks lies between embedding and norm
+        drawn_T = drawn_R.index_select(0, drawn_rows_T)
+        return fused_layers(model, model.embed(torch.maximum(input_ids_T, drawn_T)), positions)
     norm = model.blocks[0].attention_norm
     hidden_TE, normed_TE = fused_embed_rms_norm(
         input_ids_T, drawn_rows_T, drawn_R, model.embedding, norm.weight, norm.eps
@@ -74,14 +79,19 @@ def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
 def _all_matrices(model: Decoder) -> Iterator[Matrices]:
     yield _matrices([block.attention.qkv for block in model.blocks])
     yield _matrices([block.attention.out for block in model.blocks])
-    yield _matrices([block.mlp.gate_up for block in model.blocks], is_gated=True)
-    yield _matrices([block.mlp.down for block in model.blocks])
+    experts = list(model.expert_layers().values())
+    dense = [block.mlp for block in model.blocks if block.mlp not in experts]
+    shared = [mixture.shared for mixture in experts if mixture.shared is not None]
+    for mlps in (cast("list[FeedForward]", dense), shared):
+        yield _matrices([mlp.gate_up for mlp in mlps], is_gated=True)
+        yield _matrices([mlp.down for mlp in mlps])
+    yield _matrices([mixture.router for mixture in experts])
     yield _matrices([model.lm_head])
 
 
 def _matrices(linears: Sequence[Linear], *, is_gated: bool = False) -> Matrices:
     weights = tuple(linear.weight for linear in linears if linear.weight is not None)
-    return Matrices(weights=weights, bias=linears[0].bias, is_gated=is_gated)
+    return Matrices(weights=weights, bias=linears[0].bias if linears else None, is_gated=is_gated)
 
 
 def _run_layers(
@@ -92,9 +102,9 @@ def _run_layers(
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
     for index, (block, norm_after) in enumerate(zip(model.blocks, norms_after, strict=True)):
         attended_THD = _attention(block.attention, normed_TE, rope_P2F, positions_T)
-        update_TE = fused_linear(block.attention.out, attended_THD.flatten(1))
+        update_TE = all_reduce(fused_linear(block.attention.out, attended_THD.flatten(1)), model.shard)
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
-        update_TE = fused_linear(block.mlp.down, _activated(block.mlp.gate_up, normed_TE))
+        update_TE = all_reduce(block.mlp.fused(normed_TE), model.shard)
         if deepstack_LTE is not None and index < num_deepstack:
             update_TE = update_TE + deepstack_LTE[index]
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
@@ -130,7 +140,8 @@ def _attention(
     return attention.core(query_THD)
 
 
-def _activated(gate_up: Linear, hidden_TE: Tensor) -> Tensor:
+def activated(gate_up: Linear, hidden_TE: Tensor) -> Tensor:
+    """``silu(gate) * up`` of a merged product."""
     if gate_up.weight is None:
         return fused_silu_mul(gate_up(hidden_TE))
     return gate_up_silu(hidden_TE, gate_up.weight, gate_up.bias)

@@ -8,7 +8,6 @@ refused, ``weights.py``, ``gguf.py`` and ``dummy.py`` for the three loaders.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,9 +24,11 @@ from gapless.models.dummy import fill_dummy_weights
 from gapless.models.gguf import gguf_decoder_config, load_gguf
 from gapless.models.gguf_file import GGUFFile
 from gapless.models.gguf_tokenizer import gguf_tokenizer
+from gapless.models.json_file import read_json
 from gapless.models.sources import find_smollm2
 from gapless.models.tokenizer import Tokenizer, load_tokenizer
 from gapless.models.weights import Progress, load_safetensors
+from gapless.parallel.shard import WHOLE, Shard
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
@@ -82,13 +83,15 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    shard: Shard = WHOLE,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load ``source``: a Hugging Face folder, a ``.gguf`` file, ``smollm2``, or a config folder (``dummy``).
 
     ``dtype`` "auto" is the checkpoint's own on CUDA (bfloat16 for GGUF files) and float32 on a CPU.
-    ``max_model_len`` caps the positions. Raises ``ModelError`` for anything about the model, ``ConfigError``
-    for a bad option, ``MemoryLimitError`` when the weights do not fit.
+    ``max_model_len`` caps the positions. Of a model that several ranks hold only ``shard`` is loaded, and
+    ranks other than the first have no tokenizer. Raises ``ModelError`` for anything about the model,
+    ``ConfigError`` for a bad option, ``MemoryLimitError`` when the weights do not fit.
     """
     if load_format not in get_args(LoadFormat):
         raise ConfigError(f"load_format={load_format!r}: choose from {', '.join(get_args(LoadFormat))}")
@@ -97,8 +100,9 @@ def load_model(
     model_len = _model_len(config, max_model_len)
     torch_dtype = resolve_dtype(dtype, stored=config.dtype_name, device=device)
     with _memory_limit(opened.description, torch_dtype, device):
-        model = Decoder(config, max_positions=model_len, dtype=torch_dtype, device=device)
-        tokenizer = opened.tokenizer()  # before the weights: a bad one should not cost minutes
+        model = Decoder(config, max_positions=model_len, dtype=torch_dtype, device=device, shard=shard)
+        # Before the weights: a bad one should not cost minutes.
+        tokenizer = opened.tokenizer() if shard.rank == 0 else None
         opened.fill(model, progress)
         model.pack()
     return LoadedModel(
@@ -130,10 +134,12 @@ def _memory_limit(description: str, dtype: torch.dtype, device: torch.device) ->
         ) from error
 
 
-def read_model_info(source: str) -> ModelInfo:
-    """The numbers of a model without its weights. Raises ``ModelError`` as ``load_model`` does."""
+def read_model_info(source: str, *, shard: Shard = WHOLE) -> ModelInfo:
+    """The numbers of a model without its weights. Raises ``ModelError`` as ``load_model`` does, and
+    ``ConfigError`` where it cannot be divided as ``shard`` asks."""
     config = _open_source(source, load_format="auto", seed=0).config
-    return Decoder(config, max_positions=1, dtype=torch.float32, device=torch.device("meta")).info
+    meta = torch.device("meta")
+    return Decoder(config, max_positions=1, dtype=torch.float32, device=meta, shard=shard).info
 
 
 def resolve_dtype(dtype: str, *, stored: str | None, device: torch.device) -> torch.dtype:
@@ -174,11 +180,11 @@ def _open_folder(folder: Path, *, load_format: str, seed: int) -> _Source:
         found = [path.name for path in sorted(folder.glob("*.gguf"))]
         hint = f"name the file itself: {found[0]}" if found else "give a Hugging Face folder or a .gguf file"
         raise ModelError(f"{folder}: no config.json; {hint}")
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     config = parse_config(raw, source=str(folder))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        ids = token_ids(_read_json(generation).get("eos_token_id"), source=str(generation))
+        ids = token_ids(read_json(generation).get("eos_token_id"), source=str(generation))
         config = replace(config, eos_token_ids=ids or config.eos_token_ids)
     return _Source(
         config=config,
@@ -225,13 +231,3 @@ def _model_len(config: DecoderConfig, wanted: int | None) -> int:
             f"max_model_len={wanted}: must be between 1 and the model's own limit of {config.max_model_len}"
         )
     return wanted
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return value

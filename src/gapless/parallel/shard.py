@@ -27,6 +27,8 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    group: int = 0
+    """Names the ranks' process group in ``collectives.py``; without meaning for one rank."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

@@ -1,0 +1,227 @@
+"""The process group of the ranks that hold one model: collectives on the device, agreements on the host.
+
+Two torch groups lie under it: one for tensors (NCCL on CUDA, gloo on a CPU) and one for small decisions
+(always gloo), so that agreeing on something never touches a stream. Ranks run the same code in the same
+order; whoever leaves that order on purpose says so by ``agree(False)``. Invariants: no collective is captured
+before both communicators have been used once and outside ``capturing``; after ``fail`` every call raises the
+reason instead of waiting for a rank that is gone. NVLink multicast stays off. Read ``collectives.py`` for the
+operators of a model, ``launch.py`` for how ranks find each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from gapless.env import prepare_nccl
+from gapless.errors import GraphError, RankError
+from gapless.parallel.one_shot import OneShotReducer
+from gapless.parallel.shard import Shard
+
+TIMEOUT_S = 600.0
+"""A rank that is alive and does not come is given up after this; one that has died is seen at once."""
+_REASON_WAIT_S = 2.0
+"""A collective that fails because its peer has gone waits so long for that peer's own words."""
+
+_handles = itertools.count(1)
+
+
+class RankGroup:
+    """Rank ``rank`` of ``size``, which meet in ``store``. Every rank must make it at about the same time."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        size: int,
+        torch_device: torch.device,
+        break_at_all_reduce: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """``break_at_all_reduce``: breakable graphs end before each sum over ranks and begin anew behind
+        it."""
+        self.shard = Shard(rank=rank, size=size, group=next(_handles))
+        self.torch_device = torch_device
+        self.breaks = break_at_all_reduce
+        self.one_shot: OneShotReducer | None = None
+        self._failure: RankError | None = None
+        self._failed = threading.Event()
+        self._is_capturing = self._is_warm = self._is_closed = False
+        self._owns_world = not dist.is_initialized()
+        timeout = timedelta(seconds=timeout_s)
+        is_cuda = torch_device.type == "cuda"
+        if is_cuda:
+            prepare_nccl()
+        if self._owns_world:
+            # The world is the control group; tensors get a group of their own below.
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        ranks = list(range(size))
+        self._control: Any = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        if is_cuda:
+            self._tensors: Any = dist.new_group(
+                ranks, backend="nccl", timeout=timeout, device_id=torch_device
+            )
+        else:
+            self._tensors = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        # The groups' own methods: torch.distributed's functions look up and log what is known here.
+        self._sum, self._gather = dist.AllreduceOptions(), c10d.AllgatherOptions()
+        self._sum.reduceOp = c10d.ReduceOp(c10d.ReduceOp.SUM)
+        for options in (self._sum, self._gather):
+            if hasattr(options, "asyncOp"):
+                options.asyncOp = False  # on the current stream, as any other kernel
+        self._warm_up()
+
+    @property
+    def rank(self) -> int:
+        return self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return self.shard.size
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._failure
+
+    def fail(self, error: RankError) -> None:
+        """Note that the ranks cannot go on (the first reason stays) and wake whoever waits in a collective.
+        May be called from any thread."""
+        if self._failure is None:
+            self._failure = error
+        self._failed.set()
+        self._abort()
+
+    def check(self) -> None:
+        """Raises the reason if the ranks cannot go on."""
+        if self._failure is not None:
+            raise RankError(str(self._failure))
+
+    def all_reduce(self, partial: Tensor) -> None:
+        """Sum over ranks, in place, on the current stream."""
+        self._check_capture()
+        if self.one_shot is not None and self.one_shot.serves(partial):
+            self.one_shot.all_reduce(partial)
+            return
+        with self._guarded():
+            _wait(self._tensors.allreduce([partial], self._sum))
+
+    def gather_columns(self, local_RC: Tensor, num_columns: int) -> Tensor:
+        """``[R, C]`` of each rank, side by side in the order of the ranks, the first ``num_columns`` of
+        them."""
+        self._check_capture()
+        num_rows, local_columns = local_RC.shape
+        gathered = local_RC.new_empty(self.size * num_rows, local_columns)
+        with self._guarded():
+            _wait(self._tensors._allgather_base(gathered, local_RC.contiguous(), self._gather))
+        side_by_side = gathered.view(self.size, num_rows, local_columns).transpose(0, 1)
+        return side_by_side.reshape(num_rows, -1)[:, :num_columns].contiguous()
+
+    def agree(self, is_well: bool = True) -> bool:
+        """True when every rank says so. Also a barrier. Raises ``RankError``."""
+        return bool(self.minimum([int(is_well)])[0])
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' values, one by one."""
+        if not values:
+            return []
+        least = torch.tensor(values, dtype=torch.int64)
+        with self._guarded():
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
+        return least.tolist()
+
+    def from_first(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        told = torch.tensor([value], dtype=torch.int64)
+        with self._guarded():
+            dist.broadcast(told, src=dist.get_global_rank(self._control, 0), group=self._control)
+        return int(told[0])
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around every capture: collectives may be recorded inside. All earlier ones have ended on all ranks
+        when it begins, for a watchdog that asks after one in the middle would spoil the capture
+        (pytorch#102542)."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
+    def use_one_shot(self, reducer: OneShotReducer | None) -> None:
+        """Sum small tensors by ``reducer`` from now on. Before anything is captured, on every rank alike."""
+        self.one_shot = reducer
+
+    def close(self) -> None:
+        """Leave the group; graphs that hold its collectives must be gone. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.one_shot = None
+        if self._failure is not None:
+            self._abort()
+        elif self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        with suppress(RuntimeError, ValueError):  # of a peer that has gone already
+            if self._owns_world:
+                dist.destroy_process_group()
+            else:
+                for group in (self._tensors, self._control):
+                    dist.destroy_process_group(group)
+
+    def _warm_up(self) -> None:
+        """Use both communicators once: what they make lazily must exist before a capture."""
+        ones = torch.ones(self.size, device=self.torch_device)
+        with torch.no_grad():
+            self.all_reduce(ones)
+            columns = self.gather_columns(ones.view(1, -1), self.size * self.size)
+        if not bool((columns == self.size).all()) or not self.agree():
+            raise RankError(f"rank {self.rank}: the first sum over {self.size} ranks came out wrong")
+        self._is_warm = True
+
+    def _check_capture(self) -> None:
+        if self.torch_device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return
+        if not (self._is_warm and self._is_capturing):
+            raise GraphError(
+                "a sum over ranks was reached in a capture that the ranks have not begun together: capture "
+                "through a GraphStore that knows its peers"
+            )
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What a collective raises when a peer has gone, as that peer's reason."""
+        self.check()
+        try:
+            yield
+        except RuntimeError as error:
+            # Who noticed first, this collective or whoever watches the processes, is a matter of luck.
+            self._failed.wait(_REASON_WAIT_S)
+            self.check()
+            raise RankError(f"rank {self.rank} of {self.size}: a collective failed: {error}") from error
+
+    def _abort(self) -> None:
+        """NCCL's kernels end then; gloo's calls end when their peer's process does."""
+        for group, device in ((self._tensors, self.torch_device), (self._control, _CPU)):
+            with suppress(RuntimeError, AttributeError):
+                group._get_backend(device).abort()
+
+
+_CPU = torch.device("cpu")
+
+
+def _wait(work: Any) -> None:
+    """On NCCL this orders streams and returns at once; where all is on one stream there is no work."""
+    if work is not None:
+        work.wait()
