@@ -14,23 +14,24 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 
-from gapless.errors import CaptureError, ConfigError
+from gapless.errors import CaptureError, ConfigError, RankError
 from gapless.graphs.breakable import ProgramRecorder, activate
 from gapless.graphs.device.base import GraphDevice, Pool
 from gapless.graphs.device.recorder import is_internal_file, user_source_line
 from gapless.graphs.modes import RuntimeMode, Strategy
+from gapless.graphs.peers import PeerCaptureError, Peers, check_peers
 from gapless.graphs.program import Program
 
 T = TypeVar("T")
 
 
 def capture_program(
-    fn: Callable[[], T], *, device: GraphDevice, pool: Pool, strategy: Strategy
+    fn: Callable[[], T], *, device: GraphDevice, pool: Pool, strategy: Strategy, peers: Peers | None = None
 ) -> tuple[Program, T]:
     """Record ``fn()`` into ``pool``; returns the program and what ``fn`` returned (static tensors of the
     pool).
@@ -39,37 +40,44 @@ def capture_program(
     until the first replay. Breakable and piecewise captures break where a break is reached: in the first
     those are calls of the model, in the second split parts of its compiled forward. Raises ``ConfigError``
     for strategy ``disabled``, ``CaptureError`` when anything fails; then nothing of the attempt is left and
-    later captures work.
+    later captures work. With ``peers`` it fails everywhere where it fails anywhere.
     """
     if strategy is Strategy.DISABLED:
         raise ConfigError("strategy disabled runs eagerly: there is nothing to capture")
-    recorder = ProgramRecorder(device, pool)
+    check_peers(peers)
+    recorder = ProgramRecorder(device, pool, peers)
     breaks_go_to = recorder if strategy.runtime_mode is RuntimeMode.PIECEWISE else None
-    with capture_pass(device), torch.no_grad():
+    with capture_pass(device), torch.no_grad(), nullcontext() if peers is None else peers.capturing():
         random_state = torch.get_rng_state()  # segments replay during a breakable capture and may draw
         try:
             recorder.begin()
             with activate(breaks_go_to):
                 outputs = fn()
-            return recorder.finish(), outputs
+            program = recorder.finish()
+            check_peers(peers)
+            return program, outputs
         except BaseException as error:
             recorder.abandon()
             torch.set_rng_state(random_state)
-            if not isinstance(error, Exception):  # KeyboardInterrupt and the like pass through
+            # KeyboardInterrupt and the like pass through, and so does the end of a peer.
+            if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             failure = _failure(error, recorder, device)
+            if peers is not None and not isinstance(error, PeerCaptureError):
+                peers.first_problem(failure.cause)
             # The traceback's frames own the forward's tensors: pool memory would live as long as the error.
             _clear_frames(error)
-            raise failure from error
+            raise failure from None if failure is error else error
 
 
 @contextmanager
-def capture_pass(device: GraphDevice) -> Iterator[None]:
+def capture_pass(device: GraphDevice, *, collects: bool = True) -> Iterator[None]:
     """Hold the process-wide capture lock, run on the capture stream, keep the collector off. Re-entrant per
     thread.
 
     The collector runs once before and once after, not per capture (that costs ten times the start-up);
-    whether it was enabled before is restored in any case.
+    whether it was enabled before is restored in any case. ``collects=False`` leaves both out, for a capture
+    that requests wait for.
     """
     with _lock:
         if _depth.value:
@@ -77,7 +85,8 @@ def capture_pass(device: GraphDevice) -> Iterator[None]:
                 yield
             return
         was_enabled = gc.isenabled()
-        gc.collect()
+        if collects:
+            gc.collect()
         gc.disable()
         try:
             with _nested(), device.stream_scope():
@@ -85,7 +94,8 @@ def capture_pass(device: GraphDevice) -> Iterator[None]:
         finally:
             if was_enabled:
                 gc.enable()
-                gc.collect()
+                if collects:
+                    gc.collect()
 
 
 def warm_up(fn: Callable[[], object], device: GraphDevice, times: int) -> None:
@@ -121,6 +131,8 @@ def _nested() -> Iterator[None]:
 
 
 def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice) -> CaptureError:
+    if isinstance(error, PeerCaptureError):
+        return error
     last_op = device.last_op or "unknown"
     reason = str(error) or type(error).__name__
     if not isinstance(error, CaptureError):

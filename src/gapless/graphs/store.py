@@ -26,6 +26,7 @@ from gapless.graphs.capture import capture_pass, capture_program
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice, MemoryReading, Pool
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
+from gapless.graphs.peers import Peers
 from gapless.graphs.program import Program
 
 
@@ -182,13 +183,19 @@ class GraphStore:
     """Pool, entries and ledger of one set of graphs that never overlap in time."""
 
     def __init__(
-        self, device: GraphDevice, *, pool: SharedPool | None = None, stays_open: bool = False
+        self,
+        device: GraphDevice,
+        *,
+        pool: SharedPool | None = None,
+        stays_open: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         """``pool`` is shared with other stores; without it the store has one of its own. ``stays_open``:
-        captures may go on between steps, for graphs whose keys nobody knows at start-up."""
+        captures may go on between steps, for graphs whose keys nobody knows at start-up. ``peers``: the
+        processes that capture everything of this store at the same time."""
         if pool is not None and pool.device is not device:
             raise GraphError(f"a pool of {pool.device.torch_device} cannot serve {device.torch_device}")
-        self.device = device
+        self.device, self.peers = device, peers
         self.state = StoreState.BUILDING
         self.failures: list[FailedCapture] = []
         self.shared_pool = pool or SharedPool(device)
@@ -236,7 +243,7 @@ class GraphStore:
         self._pool = self.shared_pool.open(self)
         self.state = StoreState.CAPTURING
         try:
-            with capture_pass(self.device):
+            with capture_pass(self.device, collects=not self._stays_open):
                 yield
         except BaseException:
             self.state = StoreState.BUILDING
@@ -252,7 +259,9 @@ class GraphStore:
             )
         before = self.device.memory(self._pool)
         start = time.perf_counter()
-        program, outputs = capture_program(fn, device=self.device, pool=self._pool, strategy=strategy)
+        program, outputs = capture_program(
+            fn, device=self.device, pool=self._pool, strategy=strategy, peers=self.peers
+        )
         capture_s = time.perf_counter() - start
         after = self.device.memory(self._pool)
         pool_bytes = after.pool_bytes - before.pool_bytes

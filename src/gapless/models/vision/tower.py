@@ -1,0 +1,247 @@
+"""Vision towers: Transformers' modules, with all that depends on grids computed before the forward.
+
+``make_tower`` builds one with empty weights; a loader fills ``weight_targets()``. A ``VisionTower`` is also
+the adapter that the encoder runner asks (``graphs/encoder_adapter.py``): its static buffers have the names
+that encoder runners elsewhere use. In a graph are patch embedding, blocks, merger and deepstack mergers.
+Invariant: ``forward`` reads nothing but its run's tensors, and equals the module's own forward. ``P``
+patches, ``U`` merged units (rows that come out), ``E`` the decoder's hidden size, ``L`` deepstack layers. The
+two families are in ``qwen_vl.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gapless.attention.encoder_interface import attach_varlen
+from gapless.attention.varlen import Segments, VarlenBackend, create_varlen_backend
+from gapless.errors import ConfigError, ModelError
+from gapless.graphs.buffers import InputField
+from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
+from gapless.graphs.encoder_budgets import Sizes
+from gapless.graphs.runner import OutputField
+from gapless.models.layers import WeightTarget
+from gapless.models.vision.grids import Grid, GridArrays, GridCache, check_grid, cumulative, joined
+from gapless.multimodal.items import MediaItem
+
+_NAN = float("nan")
+
+
+class VisionTower:
+    """A tower of one family. Subclasses say what a grid's arrays are and how the forward goes."""
+
+    symbol = "tokens"
+    has_windows: ClassVar[bool] = False
+
+    def __init__(
+        self, config: Any, module: nn.Module, *, dtype: torch.dtype, device: torch.device, attention: str
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.module = module.eval().requires_grad_(False)
+        self.backend: VarlenBackend = create_varlen_backend(attention, device_type=device.type)
+        attach_varlen(self.module, self.backend)  # type: ignore[arg-type]
+        self.merge_size: int = config.spatial_merge_size
+        self.granule: int = self.merge_size**2
+        self.hidden_size: int = config.out_hidden_size
+        self.num_deepstack = len(getattr(config, "deepstack_visual_indexes", ()))
+        self.patch_values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.head_size: int = config.hidden_size // config.num_heads
+        self.grids = GridCache(self.make_arrays)
+        self.fields: tuple[InputField, ...] = self._fields()
+        self.outputs: tuple[OutputField, ...] = self._outputs()
+        self.workspaces: tuple[Workspace, ...] = self._workspaces()
+
+    def weight_targets(self, prefix: str = "visual.") -> dict[str, WeightTarget]:
+        """Checkpoint tensor name → where it goes; ``model.visual.`` in checkpoints of newer Transformers."""
+        return {
+            f"{prefix}{name}": WeightTarget(tensor=parameter, shape=tuple(parameter.shape))
+            for name, parameter in self.module.named_parameters()
+        }
+
+    def make_arrays(self, grid: Grid) -> GridArrays:
+        """What the forward needs to know of ``grid``."""
+        raise NotImplementedError
+
+    def forward(self, run: EncoderRun) -> tuple[Tensor, ...]:
+        """``[U, E]``, and ``[U, L, E]`` for a tower with deepstack."""
+        raise NotImplementedError
+
+    def sizes_of(self, item: MediaItem) -> Sizes:
+        """Raises ``ModelError`` for patches that are not those of the grid or of this tower."""
+        check_grid(item.grid_thw, merge_size=self.merge_size)
+        num_patches = math.prod(item.grid_thw)
+        if item.patches_PC.shape != (num_patches, self.patch_values):
+            raise ModelError(
+                f"patches of shape {item.patches_PC.shape} do not belong to grid {item.grid_thw}, which has "
+                f"{num_patches} of {self.patch_values} values"
+            )
+        sizes = {"tokens": num_patches, "merged": num_patches // self.granule, "segments": item.grid_thw[0]}
+        if self.has_windows:
+            window_lens = self.grids[item.grid_thw].window_lens_W
+            assert window_lens is not None
+            sizes["windows"] = len(window_lens)
+        return sizes
+
+    def most(self, count: int) -> Sizes:
+        """In the worst case every merged unit is an image, and a window, of its own."""
+        units = -(-count // self.granule)
+        sizes = {"tokens": count, "merged": units, "segments": units}
+        return sizes | {"windows": units} if self.has_windows else sizes
+
+    def bounds_of(self, items: Sequence[MediaItem]) -> Bounds:
+        arrays = [self.grids[item.grid_thw] for item in items]
+        limits = {"max_full_len": max(int(a.full_lens_N.max()) for a in arrays)}
+        if self.has_windows:
+            limits["max_window_len"] = self.max_window_len
+        if not self.backend.fixes_segments:
+            return Bounds(limits=limits)
+        full = tuple(int(n) for a in arrays for n in a.full_lens_N)
+        window = tuple(int(n) for a in arrays if a.window_lens_W is not None for n in a.window_lens_W)
+        return Bounds(limits=limits, segmentation=(full, window))
+
+    def worst_bounds(self, count: int) -> Bounds:
+        if self.backend.fixes_segments:
+            raise ConfigError(
+                f"encoder attention {self.backend.name} fixes the boundaries of images in a graph, and a "
+                "token budget serves any; use encoder graphs of mode exact, or another attention"
+            )
+        limits = {"max_full_len": count}
+        if self.has_windows:
+            limits["max_window_len"] = min(self.max_window_len, count)
+        return Bounds(limits=limits)
+
+    @property
+    def max_window_len(self) -> int:
+        """Patches of a whole window."""
+        side: int = self.config.window_size // self.config.patch_size
+        return side**2
+
+    def prepare(self, items: Sequence[MediaItem]) -> Values:
+        arrays = [self.grids[item.grid_thw] for item in items]
+        full_lens_N = joined([a.full_lens_N for a in arrays])
+        values: dict[str, np.ndarray | Tensor] = {
+            "patches": torch.from_numpy(joined([item.patches_PC for item in items])),
+            "position_ids": joined([a.positions_P2 for a in arrays]),
+            "cu_full_len": cumulative(full_lens_N),
+            "cu_full_len_kk": full_lens_N,
+        }
+        values.update(self.prepare_more(arrays))
+        return values
+
+    def prepare_more(self, arrays: Sequence[GridArrays]) -> Mapping[str, np.ndarray]:
+        """The inputs that only this family has."""
+        raise NotImplementedError
+
+    def dummy(self, sizes: Sizes) -> Values:
+        """One image, a single row of merged units, that fills ``sizes``: every kernel has work to do."""
+        units = sizes["merged"]
+        grid = (1, self.merge_size, units * self.merge_size)
+        patches_PC = np.zeros((units * self.granule, self.patch_values), np.float32)
+        item = MediaItem(
+            kind="image", patches_PC=patches_PC, grid_thw=grid, content_hash=b"", ranges=((0, units),)
+        )
+        return self.prepare([item])
+
+    def embed_patches(self, patches_PC: Tensor, projection: nn.Conv3d) -> Tensor:
+        """A convolution whose kernel is the whole patch is a matrix product."""
+        weight = projection.weight.view(projection.weight.shape[0], -1)
+        return nn.functional.linear(patches_PC.to(weight.dtype), weight, projection.bias)
+
+    def rotations(self, run: EncoderRun, rotary: nn.Module, hidden_PH: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every patch, in the static workspace."""
+        cos_PD, sin_PD = rotary(hidden_PH, run["position_ids"])
+        table = run["sin_cos_ws"]
+        table[:, 0].copy_(sin_PD)
+        table[:, 1].copy_(cos_PD)
+        return table[:, 1], table[:, 0]
+
+    def full_segments(self, run: EncoderRun) -> Segments:
+        return self._segments(run, "full", 0)
+
+    def window_segments(self, run: EncoderRun) -> Segments:
+        return self._segments(run, "window", 1)
+
+    def _segments(self, run: EncoderRun, kind: str, index: int) -> Segments:
+        segmentation: Any = run.bounds.segmentation
+        return Segments(
+            cu_seqlens=run[f"cu_{kind}_len"],
+            cu_seqlens_kk=run[f"cu_{kind}_len_kk"],
+            max_len=run.bounds.limits[f"max_{kind}_len"],
+            lengths=None if segmentation is None else segmentation[index],
+        )
+
+    def _fields(self) -> tuple[InputField, ...]:
+        shape = ("tokens", self.patch_values)
+        return (
+            InputField(name="patches", dims=shape, dtype=self.dtype, poison=_NAN, on_device=True),
+            InputField(name="position_ids", dims=("tokens", 2), poison=1),
+            InputField(name="cu_full_len", dims=("segments+1",), pad="last"),
+            InputField(name="cu_full_len_kk", dims=("segments",)),
+        )
+
+    def _outputs(self) -> tuple[OutputField, ...]:
+        width = self.hidden_size
+        embeds = OutputField(name="block_output", dim="merged", row_shape=(width,), dtype=self.dtype)
+        if not self.num_deepstack:
+            return (embeds,)
+        shape = (self.num_deepstack, width)
+        return embeds, OutputField(name="deepstack_output", dim="merged", row_shape=shape, dtype=self.dtype)
+
+    def _workspaces(self) -> tuple[Workspace, ...]:
+        """``sin_cos_ws`` has room for ``max_content_len`` patches, like everything here: nothing grows."""
+        heads = (self.config.num_heads, self.head_size)
+        return (
+            Workspace(name="block_input", dims=("tokens", self.config.hidden_size), dtype=self.dtype),
+            Workspace(name="block_ws", dims=("tokens", *heads), dtype=self.dtype),
+            Workspace(name="sin_cos_ws", dims=("tokens", 2, self.head_size), dtype=torch.float32),
+        )
+
+
+def make_tower(
+    model_type: str,
+    vision_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+) -> VisionTower:
+    """The tower of a model with this ``model_type``, its weights not filled in. ``attention`` names a backend
+    of ``attention/varlen.py``. Raises ``ModelError`` for another model or a config that it does not take."""
+    from gapless.models.vision.qwen_vl import FAMILIES
+
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise ModelError(
+            f"no vision tower for model_type={model_type!r}; there are some for {', '.join(FAMILIES)}"
+        )
+    return family(vision_config, dtype=dtype, device=device, attention=attention)
+
+
+def build_module(
+    config_class: Any,
+    module_class: Any,
+    vision_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Any, nn.Module]:
+    """Config and module of Transformers, with parameters of no particular value. Raises ``ModelError`` for
+    keys that the config class refuses."""
+    from transformers.initialization import no_init_weights
+
+    known = {
+        key: value
+        for key, value in vision_config.items()
+        if key not in ("model_type", "dtype", "torch_dtype")
+    }
+    try:
+        config = config_class(**known)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"vision_config does not fit {config_class.__name__}: {error}") from error
+    with torch.device(device), no_init_weights():
+        return config, module_class._from_config(config, dtype=dtype)
