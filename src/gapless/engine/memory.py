@@ -19,6 +19,7 @@ import torch
 from gapless.errors import MemoryLimitError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.peers import Peers
 from gapless.graphs.runner import WARM_UP_OUT_OF_MEMORY, GraphRunner
 from gapless.graphs.store import FailedCapture, GraphStore
 
@@ -71,6 +72,7 @@ def measure(
     make_runners: Callable[[GraphStore], list[tuple[GraphRunner, list[BatchDescriptor]]]],
     *,
     penalty_bytes: int = 0,
+    peers: Peers | None = None,
 ) -> MemoryEstimate:
     """Capture the two largest sizes of each runner in a throwaway store and extrapolate (CUDA only).
 
@@ -80,7 +82,7 @@ def measure(
     """
     _empty_caches(device)
     free_before = device.memory().free_bytes
-    store = GraphStore(device)
+    store = GraphStore(device, peers=peers)
     try:
         runners = make_runners(store)
         _empty_caches(device)  # of what compiling kernels left

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import GraphError
 from gapless.graphs.device.base import GraphDevice, Pool
 from gapless.graphs.handoff import Handoff, ResultSpec, make_slot
+from gapless.graphs.peers import Peers, check_peers
 from gapless.graphs.program import EagerStep, Program
 
 P = ParamSpec("P")
@@ -53,8 +54,8 @@ def eager_break(fn: Callable[P, R]) -> Callable[P, R]:
 class ProgramRecorder:
     """Builds one ``Program`` while the forward runs. Used by ``capture_program`` only, on one thread."""
 
-    def __init__(self, device: GraphDevice, pool: Pool) -> None:
-        self._device, self._pool = device, pool
+    def __init__(self, device: GraphDevice, pool: Pool, peers: Peers | None = None) -> None:
+        self._device, self._pool, self._peers = device, pool, peers
         self._program = Program()
         self._num_ended = 0
         self._waiting: list[Callable[[], None]] = []
@@ -145,6 +146,7 @@ class ProgramRecorder:
         self._program.add_segment(segment)
 
     def _catch_up(self) -> None:
+        check_peers(self._peers)  # segments may hold collectives, which nobody may wait for alone
         waiting, self._waiting = self._waiting, []
         with activate(None):
             for run in waiting:

@@ -276,6 +276,8 @@ class GraphRunner:
         try:
             bucket = self._warm_up(descriptor, times=times)
         except torch.OutOfMemoryError as error:
+            if self.store.peers is not None:
+                self.store.peers.first_problem(WARM_UP_OUT_OF_MEMORY)
             raise CaptureError(
                 f"{WARM_UP_OUT_OF_MEMORY}: {error}", cause=WARM_UP_OUT_OF_MEMORY
             ) from error.with_traceback(None)  # its frames own the memory that later sizes need

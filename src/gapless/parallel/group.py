@@ -130,6 +130,16 @@ class RankGroup:
         """True when every rank says so. Also a barrier. Raises ``RankError``."""
         return bool(self.minimum([int(is_well)])[0])
 
+    def first_problem(self, own: str | None = None) -> str | None:
+        """What the first rank with a problem says of it, with its number; None when all are well. Every rank
+        waits here for all others."""
+        if self.agree(own is None):
+            return None
+        told: list[str | None] = [None] * self.size
+        with self._guarded():
+            dist.all_gather_object(told, own, group=self._control)
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+
     def minimum(self, values: Sequence[int]) -> list[int]:
         """The smallest of all ranks' values, one by one."""
         if not values:
