@@ -8,7 +8,7 @@ each tensor whole and keeps its slice, so all ranks together are the model that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,17 +16,23 @@ from gapless.models.decoder import Decoder
 from gapless.models.layers import WeightTarget
 
 _STD = 0.02
+_NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
 
 
 def fill_dummy_weights(
-    model: Decoder, *, seed: int, progress: Callable[[str, int, int], None] | None = None
+    model: Decoder,
+    *,
+    seed: int,
+    tower: Mapping[str, WeightTarget] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Overwrite every weight of ``model``: norms with 1, the rest with normal values of deviation 0.02."""
-    targets = model.weight_targets()
+    """Overwrite every weight of ``model``, and of the ``tower`` beside it: norms with 1, the rest with normal
+    values of deviation 0.02."""
+    targets = {**model.weight_targets(), **(tower or {})}
     device = model.embedding.device
     generator = torch.Generator(device=device).manual_seed(seed)
     for done, (name, target) in enumerate(targets.items(), start=1):
-        if name.endswith("norm.weight"):
+        if name.endswith(_NORMS):
             target.tensor.fill_(1.0)
         else:
             _fill(target, generator)

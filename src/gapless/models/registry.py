@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -27,8 +27,14 @@ from gapless.models.gguf_tokenizer import gguf_tokenizer
 from gapless.models.json_file import read_json
 from gapless.models.sources import find_smollm2
 from gapless.models.tokenizer import Tokenizer, load_tokenizer
+from gapless.models.vl_config import is_vision_language
 from gapless.models.weights import Progress, load_safetensors
+from gapless.multimodal.opening import processor_of
 from gapless.parallel.shard import WHOLE, Shard
+
+if TYPE_CHECKING:
+    from gapless.models.vision.tower import VisionTower
+    from gapless.multimodal.processor import Processor
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
@@ -58,6 +64,10 @@ class LoadedModel:
     """``config.json``, or the metadata of a GGUF file without its lists."""
     source: str
     """One line for people: what was loaded from where."""
+    vision: VisionTower | None = None
+    """Makes embeddings of images and videos; None for a model of text."""
+    processor: Processor | None = None
+    """Makes prompts with images and videos; None for a model of text."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -70,8 +80,9 @@ class _Source:
 
     config: DecoderConfig
     raw: Mapping[str, Any]
-    fill: Callable[[Decoder, Progress | None], None]
+    fill: Callable[[Decoder, VisionTower | None, Progress | None], None]
     tokenizer: Callable[[], Tokenizer | None]
+    processor: Callable[[Tokenizer | None], Processor | None]
     description: str
 
 
@@ -103,7 +114,9 @@ def load_model(
         model = Decoder(config, max_positions=model_len, dtype=torch_dtype, device=device, shard=shard)
         # Before the weights: a bad one should not cost minutes.
         tokenizer = opened.tokenizer() if shard.rank == 0 else None
-        opened.fill(model, progress)
+        processor = opened.processor(tokenizer) if shard.rank == 0 else None
+        tower = _make_tower(opened, dtype=torch_dtype, device=device)
+        opened.fill(model, tower, progress)
         model.pack()
     return LoadedModel(
         model=model,
@@ -113,7 +126,17 @@ def load_model(
         model_type=config.model_type,
         raw_config=opened.raw,
         source=opened.description,
+        vision=tower,
+        processor=processor,
     )
+
+
+def _make_tower(opened: _Source, *, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
+    if not is_vision_language(opened.raw):
+        return None
+    from gapless.models.vision.tower import make_tower  # imports much that text needs nothing of
+
+    return make_tower(opened.config.model_type, opened.raw["vision_config"], dtype=dtype, device=device)
 
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
@@ -191,8 +214,11 @@ def _open_folder(folder: Path, *, load_format: str, seed: int) -> _Source:
         raw=raw,
         fill=_dummy_filler(seed)
         if load_format == "dummy"
-        else lambda model, progress: load_safetensors(model, folder, progress=progress),
+        else lambda model, tower, progress: load_safetensors(
+            model, folder, tower=None if tower is None else tower.weight_targets(), progress=progress
+        ),
         tokenizer=lambda: load_tokenizer(folder),
+        processor=lambda tokenizer: processor_of(raw, folder, tokenizer),
         description=_describe(config, folder, load_format),
     )
 
@@ -209,8 +235,9 @@ def _open_gguf(path: Path, *, load_format: str, seed: int) -> _Source:
         raw={key: value for key, value in file.metadata.items() if not isinstance(value, list)},
         fill=_dummy_filler(seed)
         if load_format == "dummy"
-        else lambda model, progress: load_gguf(model, file, progress=progress),
+        else lambda model, tower, progress: load_gguf(model, file, progress=progress),
         tokenizer=lambda: gguf_tokenizer(file),
+        processor=lambda tokenizer: None,
         description=_describe(config, path, load_format),
     )
 
@@ -219,8 +246,10 @@ def _describe(config: DecoderConfig, path: Path, load_format: str) -> str:
     return f"{config.architecture} from {path}" + (" (dummy weights)" if load_format == "dummy" else "")
 
 
-def _dummy_filler(seed: int) -> Callable[[Decoder, Progress | None], None]:
-    return lambda model, progress: fill_dummy_weights(model, seed=seed, progress=progress)
+def _dummy_filler(seed: int) -> Callable[[Decoder, VisionTower | None, Progress | None], None]:
+    return lambda model, tower, progress: fill_dummy_weights(
+        model, seed=seed, tower=None if tower is None else tower.weight_targets(), progress=progress
+    )
 
 
 def _model_len(config: DecoderConfig, wanted: int | None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,19 +35,32 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _TABLES = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Old checkpoints carry frequency tables, which follow from the config."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_NESTED = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""Where vision-language checkpoints put the two models, and where older ones had them."""
 
 
-def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None = None) -> None:
-    """Fill ``model`` from ``folder``. Raises ``ModelError``; the model's contents are undefined after an
-    error."""
+def load_safetensors(
+    model: Decoder,
+    folder: Path,
+    *,
+    tower: Mapping[str, WeightTarget] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Fill ``model``, and the vision ``tower`` beside it, from ``folder``. Raises ``ModelError``; what they
+    hold is undefined after an error."""
     files = _shard_files(folder)
-    missing = model.weight_targets(_all_names(files))
+    plain_name = _plain_name if tower is not None else str
+    missing = {
+        **model.weight_targets([plain_name(name) for name in _all_names(files)]),
+        **(tower or {}),
+    }
     finished, total = 0, sum(path.stat().st_size for path in files)
     repeated_head: tuple[Path, Tensor | None] | None = None
     embedding = missing[_EMBEDDING]
     for path, names in files.items():
         done = finished
-        for name, stored in _stored_tensors(path, names):
+        for stored_name, stored in _stored_tensors(path, names):
+            name = plain_name(stored_name)
             if _TABLES.fullmatch(name):
                 continue
             if name == _HEAD and model.config.tie_word_embeddings:
@@ -56,8 +69,8 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
             target = missing.pop(name, None)
             if target is None:
                 raise ModelError(
-                    f"{path}: tensor '{name}' has no place in a {model.info.architecture} with this config; "
-                    f"config and weights do not belong together"
+                    f"{path}: tensor '{stored_name}' has no place in a {model.info.architecture} with this "
+                    f"config; config and weights do not belong together"
                 )
             target.check_shape(name, stored.shape, source=str(path))
             part = stored.read(target)
@@ -73,6 +86,13 @@ def load_safetensors(model: Decoder, folder: Path, *, progress: Progress | None 
         _check_tied(repeated_head[1], embedding.tensor, source=str(repeated_head[0]))
     if progress is not None:
         progress("weights", total, total)
+
+
+def _plain_name(name: str) -> str:
+    for prefix, plain in _NESTED.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _shard_files(folder: Path) -> dict[Path, frozenset[str] | None]:
