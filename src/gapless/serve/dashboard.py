@@ -111,6 +111,10 @@ def dashboard_values(context: ServeContext, window: LiveWindow) -> dict[str, Any
             "is_healthy": client.is_healthy,
             "is_draining": client.is_draining,
             "step_age_s": None if age_s is None else round(age_s, 1),
+            "replicas": [
+                {"index": each.index, "state": each.state, "is_healthy": each.is_healthy}
+                for each in client.replicas()
+            ],
         },
         "now": {
             **{

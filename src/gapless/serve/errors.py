@@ -19,7 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from gapless.errors import GaplessError, RequestError
-from gapless.serve.client import EngineBusyError, EngineDeadError, EngineDrainingError
+from gapless.serve.client import (
+    EngineBusyError,
+    EngineDeadError,
+    EngineDrainingError,
+    EngineRestartingError,
+    ReplicaLostError,
+)
 from gapless.serve.protocol.common import PARTS_BRANCH, TEXT_BRANCH
 
 INVALID = "invalid_request_error"
@@ -104,6 +110,21 @@ def as_api_error(error: Exception) -> ApiError:
             type=SERVER,
             code="server_draining",
             headers={"Retry-After": str(_RETRY_WHEN_DOWN_S)},
+        )
+    if isinstance(error, EngineRestartingError):
+        return ApiError(
+            str(error),
+            status=503,
+            type=SERVER,
+            code="engine_restarting",
+            headers={"Retry-After": str(_RETRY_WHEN_DOWN_S)},
+        )
+    if isinstance(error, ReplicaLostError):
+        return ApiError(
+            "the replica that ran this request has died; send the request again",
+            status=500,
+            type=SERVER,
+            code="replica_died",
         )
     if isinstance(error, EngineDeadError):
         return ApiError(

@@ -8,19 +8,22 @@ fields) and ``RequestMetrics``; before the engine's first heartbeat its families
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gapless.serve.client import EngineClient
+from gapless.serve.client import EngineClient, ReplicaView
 from gapless.serve.metrics import RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LABELS = ("model_name", "engine")
+
+Engines = Sequence[tuple[tuple[str, str], Mapping[str, Any]]]
+"""Values of these labels, and the statistics of that engine."""
 
 _GAUGES = (
     ("vllm:num_requests_running", "num_running", "Sequences that take part in steps."),
@@ -63,49 +66,44 @@ _ENGINE_HISTOGRAMS = (
 
 
 class Exposition:
-    """Renders on demand. ``model_name`` and ``engine`` label vLLM's families, as vLLM does."""
+    """Renders on demand. ``model_name`` and ``engine`` label vLLM's families, as vLLM does. What requests
+    experience belongs to all replicas: ``engine`` is ``all`` there if there are several."""
 
     def __init__(self, client: EngineClient, metrics: RequestMetrics, *, model_name: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Families(client, metrics, labels=(model_name, "0")))
+        self._registry.register(_Families(client, metrics, model_name=model_name))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _Families(Collector):
-    def __init__(self, client: EngineClient, metrics: RequestMetrics, *, labels: tuple[str, str]) -> None:
-        self._client, self._metrics, self._labels = client, metrics, labels
+    def __init__(self, client: EngineClient, metrics: RequestMetrics, *, model_name: str) -> None:
+        self._client, self._metrics, self._model_name = client, metrics, model_name
 
     def describe(self) -> list[Metric]:
         """Nothing: names are known when rendered, and this registry has one collector."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._client.stats()
+        replicas = self._client.replicas()
+        engines = [((self._model_name, str(replica.index)), replica.stats) for replica in replicas]
         for name, key, text in _GAUGES:
-            if key in stats:
-                yield _one(GaugeMetricFamily(name, text, labels=_LABELS), self._labels, stats[key])
+            yield from _labelled(GaugeMetricFamily(name, text, labels=_LABELS), engines, key)
         for name, key, text in _COUNTERS:
-            if key in stats:
-                yield _one(CounterMetricFamily(name, text, labels=_LABELS), self._labels, stats[key])
+            yield from _labelled(CounterMetricFamily(name, text, labels=_LABELS), engines, key)
         for name, key, text in _ENGINE_HISTOGRAMS:
-            if key in stats:
-                yield _histogram(name, text, self._labels, stats[key])
+            records = [(labels, stats[key]) for labels, stats in engines if key in stats]
+            if records:
+                yield _histogram(name, text, records)
+        everyone = (self._model_name, "0" if len(replicas) == 1 else "all")
         for name, field, text in _REQUEST_HISTOGRAMS:
-            yield _histogram(name, text, self._labels, getattr(self._metrics, field).record())
-        if "requests_finished" in stats:
-            yield self._finished(stats["requests_finished"])
-        yield from _graph_steps(stats)
+            yield _histogram(name, text, [(everyone, getattr(self._metrics, field).record())])
+        yield from _finished(engines)
+        yield from _graph_steps(self._client.stats())
+        if len(replicas) > 1:
+            yield from _replicas(replicas, self._model_name)
         yield from self._http()
-
-    def _finished(self, by_reason: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(
-            "vllm:request_success", "Choices that have ended.", labels=(*_LABELS, "finished_reason")
-        )
-        for reason in sorted({"stop", "length", "abort", "error", *by_reason}):
-            family.add_metric((*self._labels, reason), by_reason.get(reason, 0))
-        return family
 
     def _http(self) -> Iterator[Metric]:
         responses = CounterMetricFamily("gapless:http_responses", "HTTP answers.", labels=("route", "status"))
@@ -115,6 +113,49 @@ class _Families(Collector):
         yield GaugeMetricFamily(
             "gapless:http_requests_open", "HTTP requests being answered.", value=self._metrics.num_open
         )
+
+
+def _labelled(family: Any, engines: Engines, key: str) -> Iterator[Metric]:
+    """Nothing when no engine has said anything of it."""
+    known = [(labels, stats[key]) for labels, stats in engines if key in stats]
+    for labels, value in known:
+        family.add_metric(labels, value)
+    if known:
+        yield family
+
+
+def _finished(engines: Engines) -> Iterator[Metric]:
+    family = CounterMetricFamily(
+        "vllm:request_success", "Choices that have ended.", labels=(*_LABELS, "finished_reason")
+    )
+    key = "requests_finished"
+    known = [(labels, stats[key]) for labels, stats in engines if key in stats]
+    for labels, by_reason in known:
+        for reason in sorted({"stop", "length", "abort", "error", *by_reason}):
+            family.add_metric((*labels, reason), by_reason.get(reason, 0))
+    if known:
+        yield family
+
+
+def _replicas(replicas: Sequence[ReplicaView], model_name: str) -> Iterator[Metric]:
+    up = GaugeMetricFamily("gapless:replica_up", "1 while the replica takes requests.", labels=_LABELS)
+    load = GaugeMetricFamily(
+        "gapless:replica_load_tokens", "Outstanding tokens, as the router counts them.", labels=_LABELS
+    )
+    restarts = CounterMetricFamily("gapless:replica_restarts", "Starts after a death.", labels=_LABELS)
+    routed = CounterMetricFamily(
+        "gapless:replica_requests",
+        "Requests sent there, by the router's reason.",
+        labels=(*_LABELS, "reason"),
+    )
+    for replica in replicas:
+        labels = (model_name, str(replica.index))
+        up.add_metric(labels, float(replica.is_healthy))
+        load.add_metric(labels, replica.load_tokens)
+        restarts.add_metric(labels, replica.num_restarts)
+        for reason in ("prefix", "load", "retry"):
+            routed.add_metric((*labels, reason), replica.num_routed.get(reason, 0))
+    yield from (up, load, restarts, routed)
 
 
 def _graph_steps(stats: dict[str, Any]) -> Iterator[Metric]:
@@ -140,17 +181,13 @@ def _graph_steps(stats: dict[str, Any]) -> Iterator[Metric]:
         yield eager
 
 
-def _one(family: Any, labels: tuple[str, ...], value: float) -> Metric:
-    family.add_metric(labels, value)
-    return family
-
-
-def _histogram(name: str, text: str, labels: tuple[str, ...], record: Any) -> Metric:
+def _histogram(name: str, text: str, records: Sequence[tuple[tuple[str, str], Any]]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=_LABELS)
-    total = 0
-    buckets = []
-    for bound, count in zip((*record["bounds"], float("inf")), record["counts"], strict=True):
-        total += count
-        buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
-    family.add_metric(labels, buckets=buckets, sum_value=record["sum"])
+    for labels, record in records:
+        total = 0
+        buckets = []
+        for bound, count in zip((*record["bounds"], float("inf")), record["counts"], strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        family.add_metric(labels, buckets=buckets, sum_value=record["sum"])
     return family

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from gapless.serve.app import create_app
+from gapless.serve.client import ReplicaView
 from gapless.serve.messages import Delta, EmbedRequest, EngineInfo, GenerateRequest, TokenLogprob
 from gapless.serve.settings import ServerSettings
 
@@ -194,6 +195,9 @@ class FakeClient:
 
     def stats(self) -> dict[str, Any]:
         return self.statistics
+
+    def replicas(self) -> list[ReplicaView]:
+        return [ReplicaView(index=0, state="ready", is_healthy=True, pid=None, stats=self.statistics)]
 
     def step_age_s(self) -> float | None:
         return self.age_s

@@ -297,8 +297,14 @@ function drawHead({ server, now, health }) {
   ].join(" · ");
   if (health.is_draining) notice("The server is shutting down: it finishes what runs and takes nothing new.");
   else if (!health.is_healthy) notice("The engine has stopped.");
+  else if (health.replicas.some((replica) => !replica.is_healthy)) notice(degraded(health.replicas));
   else if (health.step_age_s > 30) notice(`The engine's loop has shown no life for ${duration(health.step_age_s)}.`);
   else notice("");
+}
+
+function degraded(replicas) {
+  const down = replicas.filter((replica) => !replica.is_healthy).map((replica) => replica.index);
+  return `Degraded: of ${whole(replicas.length)} replicas these are down: ${down.join(", ")}.`;
 }
 
 function notice(text) {
