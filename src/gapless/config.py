@@ -62,8 +62,9 @@ class GraphConfig:
     """Compiler of ``tc_piecewise`` pieces; None means ``eager``."""
     use_inductor_graph_partition: bool = False
     splitting_ops: tuple[str, ...] | None = None
-    """Ops at which ``tc_piecewise`` cuts, besides the built-in ones; empty: do not cut, so piecewise becomes
-    full.
+    """Ops at which ``tc_piecewise`` cuts, besides attention; None: those that belong to the model (mixtures
+    of experts); empty: do not cut, so piecewise becomes full. Breakable graphs break at
+    ``gapless::moe_layer`` if it is named here.
     """
 
     def __post_init__(self) -> None:
@@ -150,6 +151,8 @@ class EngineConfig:
     """Upper bound on tokens in the KV cache, and so on any step."""
     enable_prefix_caching: bool = True
     """A prompt starts behind what is in the cache of it already, from an earlier or a running request."""
+    count_expert_tokens: bool = False
+    """Count, on the device, the tokens that each expert is given; the report has the numbers."""
     attention_backend: str = "auto"
     enforce_eager: bool = False
     enable_vit_cuda_graph: bool = False
@@ -185,6 +188,7 @@ class EngineConfig:
             raise ConfigError(f"--attention-backend={self.attention_backend!r}: must be a name, or auto")
         _check_bool("--enforce-eager", self.enforce_eager)
         _check_bool("--enable-prefix-caching", self.enable_prefix_caching)
+        _check_bool("--count-expert-tokens", self.count_expert_tokens)
         _check_bool("--enable-vit-cuda-graph", self.enable_vit_cuda_graph)
         if self.vit_cuda_graph_mode is not None:
             _check_choice("--vit-cuda-graph-mode", self.vit_cuda_graph_mode, get_args(VitGraphMode))

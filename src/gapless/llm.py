@@ -75,6 +75,7 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         max_total_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
+        count_expert_tokens: bool | None = None,
         attention_backend: str | None = None,
         enforce_eager: bool | None = None,
         enable_vit_cuda_graph: bool | None = None,

@@ -98,6 +98,10 @@ class EngineOptions:
             panel="Memory",
         ),
     ] = None
+    count_expert_tokens: Annotated[
+        bool | None,
+        _option("--count-expert-tokens", help="Tokens per expert, in the report.", panel="Model"),
+    ] = None
     enforce_eager: Annotated[
         bool | None, _option("--enforce-eager", help="No graphs at all.", panel="Graphs")
     ] = None

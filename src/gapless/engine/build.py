@@ -20,6 +20,7 @@ from gapless.attention.registry import create_backend, select_backend
 from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
 from gapless.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from gapless.engine.compiled_forward import CompiledForwards, make_compiled_forwards
+from gapless.engine.experts import ExpertLoad, set_breaks
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.media import StepMedia
 from gapless.engine.media_setup import embedding_cache_bytes, make_encoder
@@ -143,6 +144,9 @@ class _Build:
 
     def run(self) -> ModelRunner:
         plan = self._plan()
+        layers = self.model.expert_layers()
+        set_breaks(layers, self.config.graphs.splitting_ops)
+        expert_load = ExpertLoad(layers) if self.config.count_expert_tokens else None
         if self.info.is_multimodal:
             self._capture_encoder()
         with self._stage("cache"):
@@ -168,6 +172,8 @@ class _Build:
             self._capture(store, graphs, rows, dispatcher)
             _check_lookup(store, dispatcher, plan)
             _measure_gaps(graphs, dispatcher)
+        if expert_load is not None:
+            expert_load.reset()  # start-up ran dummy batches
         startup = {
             "architecture": self.info.architecture,
             "dtype": str(self.info.dtype).removeprefix("torch."),
@@ -193,6 +199,7 @@ class _Build:
             attention_layers=self.model.attention_layers(),
             startup=startup,
             media=self._step_media(graphs),
+            expert_load=expert_load,
         )
 
     def _capture_encoder(self) -> None:

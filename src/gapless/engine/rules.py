@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gapless.attention.registry import get_backend_support
+from gapless.engine.experts import expert_ops
 from gapless.errors import ConfigError
 from gapless.graphs.capabilities import (
     AVAILABLE_STRATEGIES,
@@ -181,4 +182,5 @@ def capabilities_for(
         max_total_tokens=max_total_tokens,
         prefill_max_cap=prefill_max_cap(info, is_mla=is_mla),
         whole_graph_passes=whole_graph_passes,
+        break_ops=expert_ops(info),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gapless.attention.base import Attention
 from gapless.engine.draw import TokenDrawer
+from gapless.engine.experts import ExpertLoad
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.hidden_taps import HiddenTaps, find_taps
 from gapless.engine.inputs import BatchArrays, BatchBuilder
@@ -50,8 +51,10 @@ class ModelRunner:
         attention_layers: Iterable[Attention],
         startup: dict[str, Any],
         media: StepMedia | None = None,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
-        """``media``: of a model that takes images; writes what the prefill graphs of ``graphs`` read."""
+        """``media``: of a model that takes images; writes what the prefill graphs of ``graphs`` read.
+        ``expert_load``: counts that the model makes in every step."""
         limits: StepLimits = graphs.limits
         self.num_blocks = num_blocks
         self.block_size = limits.block_size
@@ -61,7 +64,7 @@ class ModelRunner:
         self.vocab_size = graphs.vocab_size
         self.plan, self.dispatcher, self.log = plan, dispatcher, log
         self._graphs, self._rows = graphs, rows
-        self.media = media
+        self.media, self._expert_load = media, expert_load
         self._startup = startup
         self._device = graphs.store.device
         self._drawer = TokenDrawer(graphs, rows, log)
@@ -147,12 +150,18 @@ class ModelRunner:
         report = build_report(plan=self.plan.to_dict(), store=self._graphs.store, log=self.log)
         media = None if self.media is None else self.media.report()
         compiled = self._graphs.compiled.report()
-        return {**report, "startup": self._startup, "compile": compiled, "media": media}
+        experts = None
+        if self._expert_load is not None:
+            self._device.synchronize()
+            experts = self._expert_load.report()
+        return {**report, "startup": self._startup, "compile": compiled, "media": media, "experts": experts}
 
     def reset_report(self) -> None:
         self.log.clear()
         if self.media is not None:
             self.media.cache.reset_counts()
+        if self._expert_load is not None:
+            self._expert_load.reset()
 
     def shutdown(self) -> None:
         """Release graphs, static buffers and the KV cache; the weights go with the last reference to the

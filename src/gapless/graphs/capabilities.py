@@ -102,6 +102,8 @@ class Capabilities:
     max_total_tokens: int | None = None
     prefill_max_cap: int | None = None
     """Upper bound on the *default* prefill maximum of this kind of model; a named maximum may exceed it."""
+    break_ops: tuple[str, ...] = ()
+    """Ops that breakable graphs run as breaks too when ``splitting_ops`` names them."""
     token_multiple: int = 1
     """Prefill sizes must divide by this (sequence parallelism)."""
 

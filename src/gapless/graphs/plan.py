@@ -365,6 +365,9 @@ def _note_unused(draft: _Draft) -> None:
     request = draft.request
     is_compiled = _is_compiled(draft)
     off = {phase: draft.strategies[phase] is Strategy.DISABLED for phase in PLANNED_PHASES}
+    is_broken = Strategy.BREAKABLE in draft.strategies.values() and not set(
+        request.splitting_ops or ()
+    ).isdisjoint(draft.capabilities.break_ops)
     unused = {
         "--cuda-graph-max-bs-prefill": request.prefill_max is not None and off[Phase.PREFILL],
         "--cuda-graph-bs-prefill": request.prefill_sizes is not None and off[Phase.PREFILL],
@@ -374,7 +377,7 @@ def _note_unused(draft: _Draft) -> None:
         "compilation mode 3": request.compile_mode == 3 and not is_compiled,
         "use_inductor_graph_partition": request.use_inductor_graph_partition and not is_compiled,
         "--cuda-graph-tc-compiler": request.tc_compiler is not None and not is_compiled,
-        "splitting_ops": bool(request.splitting_ops) and not is_compiled,
+        "splitting_ops": bool(request.splitting_ops) and not is_compiled and not is_broken,
     }
     for option, is_unused in unused.items():
         if is_unused:

@@ -27,6 +27,8 @@ class ModelInfo:
     max_model_len: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...] = ()
+    num_experts: int = 0
+    """Of each layer that is a mixture of experts; 0: the model is dense."""
     rope_axes: int = 1
     """Positions of a token: 1, or 3 (temporal, vertical, horizontal) for m-rope."""
     num_deepstack: int = 0

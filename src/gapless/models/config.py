@@ -297,6 +297,10 @@ class _Reader:
             value = self._defaults.get(key)
         return default if value is None else value
 
+    def written(self, key: str) -> Any:
+        """What the config itself says; None: nothing, or null."""
+        return self._raw.get(key)
+
     def size(self, key: str, *, default: int | None = None) -> int:
         value = self.get(key, default)
         if value is None:
@@ -354,6 +358,8 @@ def _windows(reader: _Reader, model_type: str, num_layers: int) -> tuple[int | N
     if model_type == "llama":
         return (None,) * num_layers
     window = reader.get("sliding_window")
+    if window == 0 and model_type == "qwen2_moe" and not reader.flag("use_sliding_window"):
+        window = None  # how Transformers 5 writes "unused"
     if window is not None:
         window = reader.size("sliding_window")
     if model_type in ("mistral", "mixtral"):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gapless.errors import ModelError
+from gapless.graphs.ops import register_custom_op
 
 _ALIGNMENT = 16
 """Bytes that the length of a row must divide by, as ``grouped_mm`` wants it."""
@@ -48,6 +49,17 @@ def check_grouped_mm(**facts: object) -> None:
         raise ModelError(f"experts cannot be computed by grouped_mm: {reason}")
 
 
+def _fake_grouped_linear(rows_PI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+    return rows_PI.new_empty((rows_PI.shape[0], weight_NOI.shape[1]))
+
+
+@register_custom_op(fake=_fake_grouped_linear, is_fresh=True)
+def grouped_linear(rows_PI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+    """``rows[ends[n - 1] : ends[n]] @ weight[n].T``; rows behind the last end are undefined. An operator of
+    our own, because torch's fake implementation knows bfloat16 only, while a CPU multiplies every dtype."""
+    return F.grouped_mm(rows_PI, weight_NOI.transpose(1, 2), offs=ends_N)
+
+
 def choose_experts(
     logits_TN: Tensor, is_real_T: Tensor, *, top_k: int, renormalizes: bool
 ) -> tuple[Tensor, Tensor]:
@@ -77,9 +89,8 @@ def grouped_experts(
     sorted_P, order_P = experts_P.sort(stable=True)
 
     rows_PE = x_TE.index_select(0, order_P // top_k)
-    merged_PO = F.grouped_mm(rows_PE, gate_up_NOE.transpose(1, 2), offs=ends_N)
-    gate_PF, up_PF = merged_PO.chunk(2, dim=-1)
-    placed_PE = F.grouped_mm(F.silu(gate_PF) * up_PF, down_NEF.transpose(1, 2), offs=ends_N)
+    gate_PF, up_PF = grouped_linear(rows_PE, gate_up_NOE, ends_N).chunk(2, dim=-1)
+    placed_PE = grouped_linear(F.silu(gate_PF) * up_PF, down_NEF, ends_N)
 
     weighted_PE = placed_PE.float() * weights_TK.flatten().index_select(0, order_P).unsqueeze(1)
     weighted_PE = torch.where((sorted_P < num_experts).unsqueeze(1), weighted_PE, 0.0)
