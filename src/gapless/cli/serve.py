@@ -84,6 +84,100 @@ class ServerOptions:
             panel="Limits",
         ),
     ] = None
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        _option(
+            "--limit-mm-per-prompt",
+            help="Most images and videos of a request, as image=16,video=1 or JSON.",
+            panel="Images",
+            metavar="LIMITS",
+        ),
+    ] = None
+    mm_processor_kwargs: Annotated[
+        str | None,
+        _option(
+            "--mm-processor-kwargs",
+            help='Settings of the model\'s processor as JSON, such as {"max_pixels": 1003520} or {"fps": 1}.',
+            panel="Images",
+            metavar="JSON",
+        ),
+    ] = None
+    allowed_local_media_path: Annotated[
+        str | None,
+        _option(
+            "--allowed-local-media-path",
+            help="Folder whose files requests may name by file: URLs.",
+            panel="Images",
+            metavar="FOLDER",
+        ),
+    ] = None
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        _option(
+            "--allowed-media-domains",
+            help="Host that images and videos may be fetched from; repeatable.",
+            panel="Images",
+            metavar="HOST",
+        ),
+    ] = None
+    max_image_bytes: Annotated[
+        int | None, _option("--max-image-bytes", help="Largest image file (20 MiB).", panel="Images")
+    ] = None
+    max_image_pixels: Annotated[
+        int | None,
+        _option("--max-image-pixels", help="Most pixels of an image or frame (67108864).", panel="Images"),
+    ] = None
+    max_video_bytes: Annotated[
+        int | None, _option("--max-video-bytes", help="Largest video file (256 MiB).", panel="Images")
+    ] = None
+    max_video_seconds: Annotated[
+        int | None, _option("--max-video-seconds", help="Longest video (3600).", panel="Images")
+    ] = None
+    max_video_frames: Annotated[
+        int | None,
+        _option("--max-video-frames", help="Most frames taken from a video (768).", panel="Images"),
+    ] = None
+    max_decoded_pixels: Annotated[
+        int | None,
+        _option(
+            "--max-decoded-pixels",
+            help="Most pixels of all images and frames of a request (268435456).",
+            panel="Images",
+        ),
+    ] = None
+    max_media_bytes: Annotated[
+        int | None,
+        _option(
+            "--max-media-bytes",
+            help="Prepared images of all requests that wait or run (4 GiB); more get 429.",
+            panel="Images",
+        ),
+    ] = None
+    replicas: Annotated[
+        int | None,
+        _option(
+            "--replicas",
+            help="Engine processes, on GPUs of their own, behind this one address (1).",
+            panel="Replicas",
+        ),
+    ] = None
+    routing: Annotated[
+        str | None,
+        _option(
+            "--routing",
+            help="Which replica gets a request: prefix (who holds its beginning) or load (least to do).",
+            panel="Replicas",
+            metavar="NAME",
+        ),
+    ] = None
+    max_replica_restarts: Annotated[
+        int | None,
+        _option(
+            "--max-replica-restarts",
+            help="How often in a row a dead replica is started again (5).",
+            panel="Replicas",
+        ),
+    ] = None
     enable_cache_reset: Annotated[
         bool | None, _option("--enable-cache-reset", help="Offer POST /reset_prefix_cache.")
     ] = None
@@ -136,16 +230,27 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
 
 def _run(options: ServeOptions) -> int:
     from gapless.models.sources import open_tokenizer
+    from gapless.multimodal.opening import open_processor
     from gapless.serve.app import create_app
     from gapless.serve.client import EngineDeadError
     from gapless.serve.engine_process import OpenModel
+    from gapless.serve.media_options import ProcessorOverrides
+    from gapless.serve.placement import place_replicas
     from gapless.serve.server import Announcements, run_server
 
     settings = options.server
     if not settings.served_model_names:
         settings = dataclasses.replace(settings, served_model_names=(options.engine.model,))
     _set_up_logging(settings.log_level)
+    environments = None
+    if settings.replicas > 1:
+        environments = place_replicas(
+            settings.replicas, gpus_each=getattr(options.engine, "tp", 1), device=options.engine.device
+        )
     tokenizer = open_tokenizer(options.engine.model)
+    processor = open_processor(options.engine.model, tokenizer)
+    if processor is not None:
+        processor = ProcessorOverrides(kwargs=settings.mm_processor_kwargs).apply(processor)
     with contextlib.ExitStack() as bars:
 
         def on_ready(info: EngineInfo) -> None:
@@ -160,9 +265,10 @@ def _run(options: ServeOptions) -> int:
         try:
             return run_server(
                 OpenModel(config=options.engine),
-                lambda client: create_app(client, settings, tokenizer),
+                lambda client: create_app(client, settings, tokenizer, processor),
                 settings,
                 announce,
+                environments=environments,
             )
         except EngineDeadError as error:
             print(f"gapless: {error}", file=sys.stderr)

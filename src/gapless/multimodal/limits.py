@@ -21,7 +21,7 @@ _HIGHEST = {
     "max_video_bytes": 2**31,
     "max_video_seconds": 24 * 3600,
     "max_video_frames": 2**16,
-    "max_video_pixels": 2**31,
+    "max_decoded_pixels": 2**31,
 }
 
 
@@ -40,8 +40,9 @@ class MediaLimits:
     max_video_frames: int = 768
     """Frames taken from one video. Sampling never takes more; frames that were chosen already may not be
     more."""
-    max_video_pixels: int = 2**28
-    """Of all frames taken from one video together; three bytes each are held while it is prepared."""
+    max_decoded_pixels: int = 2**28
+    """Of all frames taken from one video together, and of all images of one prompt together; three bytes each
+    are held while it is prepared."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

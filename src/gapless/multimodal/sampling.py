@@ -14,7 +14,14 @@ from typing import Literal
 import numpy as np
 
 from gapless.errors import RequestError
-from gapless.multimodal.videos import VideoFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoFacts:
+    """What sampling decides by."""
+
+    num_frames: int
+    fps: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 
 from gapless.errors import RequestError
 from gapless.multimodal.limits import DEFAULT_LIMITS, MediaLimits
+from gapless.multimodal.sampling import VideoFacts
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "gif", "mpegts", "mpeg", "flv", "ogg")
 CODECS = (
@@ -29,18 +30,6 @@ MAX_PACKETS = 1_000_000
 """Of one video; an hour of 60 frames a second has 216,000."""
 _FALLBACK_FPS = 24.0
 """For files that do not say, as Transformers assumes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VideoFacts:
-    """What sampling decides by."""
-
-    num_frames: int
-    fps: float
-
-    @property
-    def seconds(self) -> float:
-        return self.num_frames / self.fps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -207,11 +196,11 @@ def _check_frame_size(width: int, height: int, limits: MediaLimits, name: str) -
 
 def _check_total(size: tuple[int, int], num_frames: int, limits: MediaLimits, name: str) -> None:
     total = size[0] * size[1] * num_frames
-    if total > limits.max_video_pixels:
+    if total > limits.max_decoded_pixels:
         raise RequestError(
             f"{name}: {num_frames} frames of {size[0]} x {size[1]} have {total} pixels, the limit is "
-            f"{limits.max_video_pixels}; scale it down, cut it, sample fewer frames, or raise "
-            "--max-video-pixels"
+            f"{limits.max_decoded_pixels}; scale it down, cut it, sample fewer frames, or raise "
+            "--max-decoded-pixels"
         )
 
 

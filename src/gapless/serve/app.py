@@ -7,6 +7,8 @@ one call. Whatever an endpoint raises becomes an OpenAI error body in ``errors.p
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -15,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gapless.errors import GaplessError
+from gapless.multimodal.loading import MediaLoader
 from gapless.serve.access_log import RequestLog
 from gapless.serve.auth import KeyCheck
 from gapless.serve.client import EngineClient
@@ -22,6 +25,7 @@ from gapless.serve.context import ServeContext, TextTokenizer, now
 from gapless.serve.dashboard import dashboard_router
 from gapless.serve.errors import ApiError, as_api_error
 from gapless.serve.limits import BodyReader
+from gapless.serve.media import MediaDesk
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.routes import chat, completions, embeddings, status, tokens
 from gapless.serve.routes.documented import describe
@@ -29,10 +33,22 @@ from gapless.serve.settings import ServerSettings
 from gapless.serve.tools import parser_of_template
 from gapless.serve.version import version
 
+if TYPE_CHECKING:
+    from gapless.multimodal.processor import Processor
 
-def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTokenizer | None) -> FastAPI:
-    """``client`` must be ready: its ``info`` says what is served."""
+
+def create_app(
+    client: EngineClient,
+    settings: ServerSettings,
+    tokenizer: TextTokenizer | None,
+    processor: Processor | None = None,
+) -> FastAPI:
+    """``client`` must be ready: its ``info`` says what is served. ``processor``: of a model with vision."""
     metrics = RequestMetrics()
+    media = None
+    if processor is not None and client.info.takes_media:
+        loader = MediaLoader(limits=settings.media_limits, access=settings.media_access)
+        media = MediaDesk(processor, loader, settings=settings, metrics=metrics)
     template = settings.chat_template or getattr(tokenizer, "chat_template", None)
     context = ServeContext(
         client=client,
@@ -42,6 +58,7 @@ def create_app(client: EngineClient, settings: ServerSettings, tokenizer: TextTo
         metrics=metrics,
         model_names=settings.served_model_names or (client.info.model,),
         tool_format=_tool_format(settings, template),
+        media=media,
         created=now(),
     )
     app = FastAPI(

@@ -1,4 +1,5 @@
-"""The wire between the two processes: zmq over a socket file that only this user can reach, msgpack inside.
+"""The wire between the two processes: zmq over a socket file that only this user can reach, msgpack inside,
+arrays beside it (``frames.py``).
 
 Each direction is a PUSH that connects and a PULL that binds, so a message sent early waits in the sender and
 no send ever blocks or fails. There is no limit on queued messages here: what goes in is bounded by admission
@@ -18,6 +19,7 @@ from typing import cast
 import msgspec
 import zmq
 
+from gapless.serve.frames import Frame, FrameDecoder, FrameEncoder
 from gapless.serve.messages import FromEngine, Refused, ToEngine
 
 _MAX_PATH = 90
@@ -58,7 +60,7 @@ class EngineChannel:
         self._inbox = _bound(self._context, addresses.to_engine)
         self._outbox = _connected(self._context, addresses.from_engine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
 
     def receive(self, timeout_s: float) -> list[ToEngine]:
         if timeout_s > 0 and not self._inbox.poll(max(1, int(timeout_s * 1000))):
@@ -67,8 +69,11 @@ class EngineChannel:
         # Asked first: nearly every step has nothing, and the exception for that costs twice as much.
         while cast(int, self._inbox.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             data = self._inbox.recv(zmq.NOBLOCK)
+            arrays: list[Frame] = []
+            while self._inbox.getsockopt(zmq.RCVMORE):  # all parts of a message arrive together
+                arrays.append(self._inbox.recv(copy=False).buffer)
             try:
-                messages.append(self._decoder.decode(data))
+                messages.append(self._decoder.decode(data, arrays))
             except msgspec.ValidationError as error:
                 self._refuse(data, error)
         return messages
@@ -98,7 +103,7 @@ class ClientChannel:
         self._context = zmq.Context()
         self._inbox = _bound(self._context, addresses.from_engine)
         self._outbox = _connected(self._context, addresses.to_engine)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = FrameEncoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self.fd = cast(int, self._inbox.getsockopt(zmq.FD))
 
@@ -110,7 +115,10 @@ class ClientChannel:
             return None
 
     def send(self, message: ToEngine) -> None:
-        self._outbox.send(self._encoder.encode(message))
+        head, *arrays = self._encoder.encode(message)
+        self._outbox.send(head, zmq.SNDMORE if arrays else 0)
+        for index, array in enumerate(arrays, start=1):
+            self._outbox.send(array, zmq.SNDMORE if index < len(arrays) else 0, copy=False)
 
     def close(self) -> None:
         self._inbox.close(linger=0)

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from gapless.serve.client import EngineClient
 from gapless.serve.errors import ApiError, of_validation
 from gapless.serve.limits import BodyReader, parse_json
+from gapless.serve.media import MediaDesk
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.protocol.common import EndpointRequest
 from gapless.serve.settings import ServerSettings
@@ -44,7 +45,8 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeContext:
-    """``model_names``: the first stands in answers. ``tool_format``: a key of ``tools.PARSERS``."""
+    """``model_names``: the first stands in answers. ``tool_format``: a key of ``tools.PARSERS``. ``media``:
+    None for a model that reads text only."""
 
     client: EngineClient
     settings: ServerSettings
@@ -53,6 +55,7 @@ class ServeContext:
     metrics: RequestMetrics
     model_names: tuple[str, ...]
     tool_format: str | None
+    media: MediaDesk | None
     created: int
 
     async def parse(self, request: Request, model: type[RequestT]) -> RequestT:

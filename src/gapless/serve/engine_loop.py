@@ -216,10 +216,12 @@ class EngineLoop:
             self._embedding_ids.add(message.request_id)
 
     def _add(self, message: GenerateRequest | EmbedRequest, params: SamplingParams, *, streams: bool) -> None:
-        prompt = message.prompt_token_ids
+        token_ids = message.prompt_token_ids
+        media = message.media if isinstance(message, GenerateRequest) else None
+        prompt = token_ids if media is None else media.prompt(token_ids)
         request = self._core.prepare(message.request_id, prompt, params, cache_extra=message.cache_extra)
         sequences = self._core.add(request, streams=streams)
-        self._counters.prompt_tokens += len(prompt)
+        self._counters.prompt_tokens += len(token_ids)
         self._queue.append((sequences[0], self._clock()))
 
     def _fail_request(self, message: GenerateRequest, error: str) -> None:

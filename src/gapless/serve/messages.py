@@ -3,8 +3,8 @@
 Prompts cross as token ids: the HTTP process owns templates and tokenising, the engine process owns
 detokenising, so text is made where the tokens are and nothing is sent twice. Output crosses as *deltas*: one
 ``StepOutput`` per engine step with what is new in every stream, so a long answer costs no more per token than
-a short one. Arrays of structs are encoded without field names. Read ``client.py`` for the seam that the HTTP
-side programs against.
+a short one. Arrays of structs are encoded without field names, and the patches of images travel beside their
+message (``frames.py``). Read ``client.py`` for the seam that the HTTP side programs against.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from gapless.engine.outputs import FinishReason
+from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt
 
 
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
@@ -22,7 +24,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
     ``params``: fields of ``SamplingParams`` that are not at their default. ``stream`` false: only the last
     delta of each choice is sent, with all of it. ``prompt_logprobs`` k asks for the log-probabilities of the
     prompt's own tokens and of the k best beside them. ``grammar`` constrains the text. Requests with another
-    ``cache_extra`` share no cached prefix with this one.
+    ``cache_extra`` share no cached prefix with this one. ``media``: what the placeholders among the tokens
+    stand for.
     """
 
     request_id: str
@@ -32,6 +35,61 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     cache_extra: bytes = b""
+    media: Media | None = None
+
+
+class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One image or video, as ``MediaItem``."""
+
+    kind: MediaKind
+    patches_PC: np.ndarray
+    grid_thw: tuple[int, int, int]
+    content_hash: bytes
+    ranges: list[tuple[int, int]]
+
+
+class Media(msgspec.Struct, frozen=True, kw_only=True):
+    """The images and videos of a prompt and what the decoder needs besides, as ``MediaPrompt``."""
+
+    parts: list[MediaPart]
+    rope_positions_3T: np.ndarray
+    rope_delta: int
+
+    @classmethod
+    def of(cls, prompt: MediaPrompt) -> Media:
+        parts = [
+            MediaPart(
+                kind=item.kind,
+                patches_PC=item.patches_PC,
+                grid_thw=item.grid_thw,
+                content_hash=item.content_hash,
+                ranges=list(item.ranges),
+            )
+            for item in prompt.items
+        ]
+        return cls(parts=parts, rope_positions_3T=prompt.rope_positions_3T, rope_delta=prompt.rope_delta)
+
+    def prompt(self, token_ids: list[int]) -> MediaPrompt:
+        items = (
+            MediaItem(
+                kind=part.kind,
+                patches_PC=part.patches_PC,
+                grid_thw=part.grid_thw,
+                content_hash=part.content_hash,
+                ranges=tuple(part.ranges),
+            )
+            for part in self.parts
+        )
+        return MediaPrompt(
+            token_ids=tuple(token_ids),
+            items=tuple(items),
+            rope_positions_3T=self.rope_positions_3T,
+            rope_delta=self.rope_delta,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.patches_PC.nbytes for part in self.parts)
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +232,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     device: str
     is_pooling: bool
+    takes_media: bool = False
+    """Whether images and videos may stand in prompts."""
     config: dict[str, Any]
     """The resolved options."""
     plan: dict[str, Any]

@@ -47,6 +47,10 @@ class RequestMetrics:
         self.recent_ttft_s: deque[float] = deque(maxlen=MAX_RECENT)
         self.recent_inter_token_s: deque[float] = deque(maxlen=MAX_RECENT)
         """The last observations themselves; a reader may take them out (``live.py`` does, every second)."""
+        self.media_items: Counter[str] = Counter()
+        """Images and videos of prompts that were prepared, by kind."""
+        self.media_prepare_s = Histogram(REQUEST_BOUNDS_S)
+        """Reading, decoding and preparing all media of one request."""
         self.num_open = 0
         """HTTP requests being answered now."""
 

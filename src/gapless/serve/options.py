@@ -19,18 +19,20 @@ from gapless.config import ENGINE_FIELDS, GRAPH_FIELDS, EngineConfig
 from gapless.config_sources import ALIASES
 from gapless.env import Env
 from gapless.errors import ConfigError
+from gapless.serve.media_options import parse_per_prompt, parse_processor_kwargs
 from gapless.serve.settings import ServerSettings
 
 _SERVER_ALIASES = {
     "served_model_name": "served_model_names",
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
+    "allowed_media_domain": "allowed_media_domains",
     "drain_seconds": "drain_s",
     "health_stale_seconds": "health_stale_s",
 }
 """Names of flags that differ from the field's."""
 _SERVER_FIELDS = tuple(field.name for field in dataclasses.fields(ServerSettings))
-_LISTS = ("served_model_names", "api_keys", "cors_origins")
+_LISTS = ("served_model_names", "api_keys", "cors_origins", "allowed_media_domains")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,10 @@ def _plain(name: str, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if name == "chat_template" and isinstance(value, str):
         return _template_text(value)
+    if name == "limit_mm_per_prompt":
+        return parse_per_prompt(value)
+    if name == "mm_processor_kwargs":
+        return parse_processor_kwargs(value)
     return value
 
 

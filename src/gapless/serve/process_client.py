@@ -13,14 +13,14 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from gapless.errors import ConfigError, RequestError
 from gapless.serve.admission import Admission
 from gapless.serve.channel import Addresses, ClientChannel
-from gapless.serve.client import EngineDeadError, EngineDrainingError
+from gapless.serve.client import EngineDeadError, EngineDrainingError, ReplicaView
 from gapless.serve.engine_process import EngineOpener, launch
 from gapless.serve.messages import (
     AbortRequest,
@@ -58,19 +58,26 @@ _EXIT_MARGIN_S = 10.0
 
 
 class ProcessClient:
-    """Starts and owns one engine process. ``max_queued_requests`` bounds what waits beyond what runs."""
+    """Starts and owns one engine process. ``max_queued_requests`` bounds what waits beyond what runs,
+    ``max_media_bytes`` the images and videos of both."""
 
     def __init__(
         self,
         open_engine: EngineOpener,
         *,
         max_queued_requests: int = 1024,
+        max_media_bytes: int = 4 * 2**30,
         log_level: str = "info",
         stalled_after_s: float = STALLED_AFTER_S,
         hung_after_s: float = HUNG_AFTER_S,
+        environment: Mapping[str, str] | None = None,
+        on_complete: Callable[[str], None] | None = None,
     ) -> None:
+        """``environment``: variables of the engine process that differ from this one's. ``on_complete`` is
+        told of every request that the engine is done with, which may be long before its reader is."""
+        self._environment, self._on_complete = dict(environment or {}), on_complete
         self._open_engine, self._log_level = open_engine, log_level
-        self._max_queued = max_queued_requests
+        self._max_queued, self._max_media_bytes = max_queued_requests, max_media_bytes
         self._stalled_after_s, self._hung_after_s = stalled_after_s, hung_after_s
         self._addresses: Addresses | None = None
         self._channel: ClientChannel | None = None
@@ -103,7 +110,9 @@ class ProcessClient:
         self._progress = progress
         self._addresses = Addresses.make()
         self._channel = ClientChannel(self._addresses)
-        self._process = launch(self._open_engine, self._addresses, log_level=self._log_level)
+        self._process = launch(
+            self._open_engine, self._addresses, log_level=self._log_level, environment=self._environment
+        )
         self._last_life_s = time.monotonic()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fd, self._read)
@@ -191,6 +200,20 @@ class ProcessClient:
     def stats(self) -> dict[str, Any]:
         return self._stats
 
+    def replicas(self) -> list[ReplicaView]:
+        return [
+            ReplicaView(
+                index=0,
+                state="ready" if self.is_alive else "dead",
+                is_healthy=self.is_healthy,
+                pid=self.pid,
+                num_inside=self.num_inside,
+                environment=self._environment,
+                last_death=None if self._death is None else str(self._death),
+                stats=self._stats,
+            )
+        ]
+
     async def report(self) -> dict[str, Any]:
         return await self._ask(Query(query_id=next(self._query_ids), what="report"))
 
@@ -200,8 +223,9 @@ class ProcessClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Delta]]:
         request_id = request.request_id
         num_choices = _num_choices(request)
-        self._admit(request_id, num_choices)
-        stream = self._streams[request_id] = AnswerStream(num_choices)
+        num_bytes = 0 if request.media is None else request.media.num_bytes
+        self._admit(request_id, num_choices, num_bytes)
+        stream = self._streams[request_id] = AnswerStream(num_choices, num_media_bytes=num_bytes)
         try:
             self._send(request)
             while not stream.is_over:
@@ -230,26 +254,28 @@ class ProcessClient:
         finally:
             self._queries.pop(query.query_id, None)
 
-    def _admit(self, request_id: str, num_choices: int) -> None:
+    def _admit(self, request_id: str, num_choices: int, num_bytes: int = 0) -> None:
         if self._is_draining and self._death is None:
             raise EngineDrainingError("the server is shutting down and takes no new requests")
         self._require_alive()
         if request_id in self._streams or request_id in self._embeddings:
             raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
         assert self._admission is not None
-        self._admission.enter(num_choices)
+        self._admission.enter(num_choices, num_bytes=num_bytes)
         self._idle.clear()
 
-    def _leave(self, num_choices: int) -> None:
+    def _leave(self, num_choices: int, num_bytes: int = 0) -> None:
         assert self._admission is not None
-        self._admission.leave(num_choices)
+        self._admission.leave(num_choices, num_bytes=num_bytes)
         if self._admission.num_inside == 0:
             self._idle.set()
 
     def _forget(self, request_id: str) -> AnswerStream | None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            self._leave(stream.num_choices)
+            self._leave(stream.num_choices, stream.num_media_bytes)
+            if self._on_complete is not None and self._death is None:
+                self._on_complete(request_id)
         return stream
 
     def _require_alive(self) -> None:
@@ -304,7 +330,9 @@ class ProcessClient:
             case Ready():
                 self._info = message.info
                 self._admission = Admission(
-                    max_running=message.info.max_running_requests, max_queued=self._max_queued
+                    max_running=message.info.max_running_requests,
+                    max_queued=self._max_queued,
+                    max_bytes=self._max_media_bytes,
                 )
                 self._started.set()
             case Failed():

@@ -9,16 +9,31 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Receive
+
 from gapless.errors import RequestError
+from gapless.multimodal.items import MediaPrompt
 from gapless.serve.context import ServeContext, TextTokenizer
+from gapless.serve.deltas import unless_gone
 from gapless.serve.errors import ApiError
+from gapless.serve.media import PlacedPart, media_of
+from gapless.serve.messages import Media
 from gapless.serve.protocol.chat import Message, Tool
 
 _INLINE_CHARS = 4096
 """About a millisecond of tokenising; a thread costs a tenth of it."""
 _INLINE_MESSAGES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPrompt:
+    """``token_ids`` holds a placeholder for every row that ``media`` becomes."""
+
+    token_ids: list[int]
+    media: Media | None = None
 
 
 def need_tokenizer(context: ServeContext) -> TextTokenizer:
@@ -53,10 +68,23 @@ async def encode_chat(
     add_generation_prompt: bool,
     continue_final_message: bool,
     variables: dict[str, Any] | None,
+    receive: Receive,
     add_special_tokens: bool = False,
-) -> list[int]:
-    """Render and encode. Raises ``RequestError`` with what the template says."""
+) -> ChatPrompt:
+    """Render and encode; images and videos are prepared as long as the connection behind ``receive`` lasts.
+
+    Raises ``ApiError`` with what the template says, or what is wrong with an image.
+    """
     tokenizer = need_tokenizer(context)
+    parts = list(media_of(messages))
+    if parts and context.media is None:
+        first = parts[0]
+        raise ApiError(
+            f"{first.name}: content parts of type {first.part.type!r} are not supported: this model reads "
+            "text only",
+            param=first.name,
+            code="invalid_value",
+        )
     options: dict[str, Any] = dict(variables or {})
     if context.settings.chat_template is not None:
         options["chat_template"] = context.settings.chat_template
@@ -81,7 +109,21 @@ async def encode_chat(
         raise ApiError(
             f"the chat template refuses these messages: {error}", param="messages", code="invalid_value"
         ) from None
-    return await encode_text(context, text, add_special_tokens=add_special_tokens)
+    token_ids = await encode_text(context, text, add_special_tokens=add_special_tokens)
+    if not parts:
+        return ChatPrompt(token_ids=token_ids)
+    prompt = await unless_gone(receive, _with_media(context, token_ids, parts))
+    return ChatPrompt(token_ids=list(prompt.token_ids), media=Media.of(prompt))
+
+
+async def _with_media(
+    context: ServeContext, token_ids: list[int], parts: Sequence[PlacedPart]
+) -> MediaPrompt:
+    assert context.media is not None
+    try:
+        return await context.media.prompt(token_ids, parts, max_tokens=context.client.info.max_model_len - 1)
+    except RequestError as error:
+        raise ApiError(str(error), param="messages", code="invalid_value") from None
 
 
 def cache_extra_of(cache_salt: str | None) -> bytes:

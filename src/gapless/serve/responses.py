@@ -157,6 +157,8 @@ class ModelCard(msgspec.Struct):
     created: int
     root: str
     max_model_len: int
+    input_modalities: list[str]
+    """``text``, and ``image`` and ``video`` where they may stand in chats."""
     object: str = "model"
     owned_by: str = "gapless"
 

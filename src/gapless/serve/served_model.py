@@ -43,6 +43,7 @@ def _info(opened: OpenedEngine, *, startup_s: float) -> EngineInfo:
         eos_token_ids=list(loaded.info.eos_token_ids),
         device=runner.report()["startup"]["device"],
         is_pooling=False,
+        takes_media=runner.media is not None,
         config=dataclasses.asdict(config),
         plan=runner.plan.to_dict(),
         startup_s=round(startup_s, 3),

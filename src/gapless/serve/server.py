@@ -16,18 +16,20 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 
 from gapless.errors import ConfigError
-from gapless.serve.client import EngineClient
+from gapless.serve.client import EngineClient, ManagedClient
 from gapless.serve.connection import Connection
 from gapless.serve.engine_process import EngineOpener
 from gapless.serve.messages import EngineInfo
 from gapless.serve.process_client import ProcessClient, ProgressCallback
+from gapless.serve.replica import RestartRule
+from gapless.serve.replicas import ReplicaSet
 from gapless.serve.settings import ServerSettings
 
 EXIT_ENGINE_DIED = 1
@@ -60,25 +62,31 @@ class Announcements:
 
 
 def run_server(
-    open_engine: EngineOpener, make_app: MakeApp, settings: ServerSettings, announce: Announcements
+    open_engine: EngineOpener,
+    make_app: MakeApp,
+    settings: ServerSettings,
+    announce: Announcements,
+    *,
+    environments: Sequence[Mapping[str, str]] | None = None,
 ) -> int:
-    """Serve until told to stop; returns the exit code. Raises ``ConfigError`` for what a user can change and
-    ``EngineDeadError`` for an engine that cannot start."""
+    """Serve until told to stop; returns the exit code. ``environments``: see ``placement.py``.
+
+    Raises ``ConfigError`` for what a user can change and ``EngineDeadError`` for engines that cannot start.
+    """
     _check_certificate(settings)
     _raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(open_engine, make_app, settings, announce))
+        return runner.run(_serve(open_engine, make_app, settings, announce, environments))
 
 
 async def _serve(
-    open_engine: EngineOpener, make_app: MakeApp, settings: ServerSettings, announce: Announcements
+    open_engine: EngineOpener,
+    make_app: MakeApp,
+    settings: ServerSettings,
+    announce: Announcements,
+    environments: Sequence[Mapping[str, str]] | None,
 ) -> int:
-    client = ProcessClient(
-        open_engine,
-        max_queued_requests=settings.max_queued_requests,
-        log_level=settings.log_level,
-        stalled_after_s=settings.health_stale_s,
-    )
+    client = make_client(open_engine, settings, environments)
     with _bound_socket(settings) as listener, _StopSignals() as stop:
         if not await _started(client, stop, announce):
             return 0
@@ -97,7 +105,31 @@ async def _serve(
             await client.close()
 
 
-async def _started(client: ProcessClient, stop: _StopSignals, announce: Announcements) -> bool:
+def make_client(
+    open_engine: EngineOpener,
+    settings: ServerSettings,
+    environments: Sequence[Mapping[str, str]] | None = None,
+) -> ManagedClient:
+    """Not started yet. Needs a running event loop."""
+    options: dict[str, Any] = {
+        "max_queued_requests": settings.max_queued_requests,
+        "max_media_bytes": settings.max_media_bytes,
+        "log_level": settings.log_level,
+        "stalled_after_s": settings.health_stale_s,
+    }
+    places = environments or [{}] * settings.replicas
+    if settings.replicas == 1:
+        return ProcessClient(open_engine, environment=places[0], **options)
+    return ReplicaSet(
+        open_engine,
+        environments=places,
+        routing=settings.routing,
+        restart=RestartRule(max_restarts=settings.max_replica_restarts),
+        **options,
+    )
+
+
+async def _started(client: ManagedClient, stop: _StopSignals, announce: Announcements) -> bool:
     """False when it was told to stop before the engine was ready."""
     starting = asyncio.create_task(client.start(announce.progress))
     await _first(starting, stop.wait(1))
@@ -119,7 +151,7 @@ async def _until_open(server: uvicorn.Server, serving: asyncio.Task[None]) -> No
 
 
 async def _until_stopped(
-    client: ProcessClient,
+    client: ManagedClient,
     server: uvicorn.Server,
     serving: asyncio.Task[None],
     stop: _StopSignals,

@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gapless.errors import ConfigError
+from gapless.multimodal.access import MediaAccess
+from gapless.multimodal.limits import DEFAULT_LIMITS, MediaLimits
+from gapless.serve.media_options import (
+    DEFAULT_PER_PROMPT,
+    Pairs,
+    parse_per_prompt,
+    parse_processor_kwargs,
+)
+from gapless.serve.routing import Routing
 
 AccessLog = Literal["json", "text", "off"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -50,8 +59,30 @@ class ServerSettings:
     """How long running requests may go on after SIGTERM."""
     health_stale_s: float = 30.0
     """Without life in the engine's loop for so long, ``/health`` is a 503. Longer than any step takes."""
+    replicas: int = 1
+    """Engine processes behind the one HTTP process."""
+    routing: Routing = "prefix"
+    """Which of them gets a request: the one that holds its prefix, or the one with the least to do."""
+    max_replica_restarts: int = 5
+    """Deaths in a row after which a replica is started again; then the server goes on without it."""
     enable_cache_reset: bool = False
     """Whether there is ``POST /reset_prefix_cache``."""
+    limit_mm_per_prompt: Pairs = DEFAULT_PER_PROMPT
+    """Most images and videos of one request."""
+    mm_processor_kwargs: Pairs = ()
+    """Settings of the model's processor that differ from those of its folder."""
+    allowed_local_media_path: str | None = None
+    """The folder whose files a request may name; none: no file is read."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts that media may be fetched from; none: nothing is fetched."""
+    max_image_bytes: int = DEFAULT_LIMITS.max_image_bytes
+    max_image_pixels: int = DEFAULT_LIMITS.max_image_pixels
+    max_video_bytes: int = DEFAULT_LIMITS.max_video_bytes
+    max_video_seconds: int = DEFAULT_LIMITS.max_video_seconds
+    max_video_frames: int = DEFAULT_LIMITS.max_video_frames
+    max_decoded_pixels: int = DEFAULT_LIMITS.max_decoded_pixels
+    max_media_bytes: int = 4 * 2**30
+    """Of prepared images and videos of all requests that wait or run."""
     access_log: AccessLog = "json"
     log_level: LogLevel = "info"
     ssl_certfile: str | None = None
@@ -70,6 +101,16 @@ class ServerSettings:
         _check_int("--max-n", self.max_n, 1, 128)
         _check_seconds("--drain-seconds", self.drain_s, 0, 86400)
         _check_seconds("--health-stale-seconds", self.health_stale_s, 1, 600)
+        if parse_per_prompt(self.limit_mm_per_prompt) != self.limit_mm_per_prompt:
+            raise ConfigError("limit_mm_per_prompt: make it with parse_per_prompt")
+        if parse_processor_kwargs(self.mm_processor_kwargs) != self.mm_processor_kwargs:
+            raise ConfigError("mm_processor_kwargs: make it with parse_processor_kwargs")
+        _check_texts("--allowed-media-domains", self.allowed_media_domains)
+        _check_int("--max-media-bytes", self.max_media_bytes, 2**20, 2**40)
+        _ = self.media_limits, self.media_access  # they check their parts
+        _check_int("--replicas", self.replicas, 1, 64)
+        _check_choice("--routing", self.routing, get_args(Routing))
+        _check_int("--max-replica-restarts", self.max_replica_restarts, 0, 1000)
         if not isinstance(self.enable_cache_reset, bool):
             raise ConfigError(f"--enable-cache-reset={self.enable_cache_reset!r}: must be true or false")
         _check_choice("--tool-call-parser", self.tool_call_parser, get_args(ToolCallParser))
@@ -81,12 +122,36 @@ class ServerSettings:
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{flag}={path}: there is no such file")
 
+    @property
+    def media_limits(self) -> MediaLimits:
+        return MediaLimits(
+            max_image_bytes=self.max_image_bytes,
+            max_image_pixels=self.max_image_pixels,
+            max_video_bytes=self.max_video_bytes,
+            max_video_seconds=self.max_video_seconds,
+            max_video_frames=self.max_video_frames,
+            max_decoded_pixels=self.max_decoded_pixels,
+        )
+
+    @property
+    def media_access(self) -> MediaAccess:
+        return MediaAccess(local_path=self.allowed_local_media_path, domains=self.allowed_media_domains)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field that is no secret; of secrets, how many there are."""
         values = dataclasses.asdict(self)
         for name in _SECRETS:
             values[f"num_{name}"] = len(values.pop(name))
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: _shown(value) for name, value in values.items()}
+
+
+def _shown(value: Any) -> Any:
+    """As JSON has it: pairs are an object, other tuples a list."""
+    if not isinstance(value, tuple):
+        return value
+    if value and all(isinstance(item, tuple) for item in value):
+        return {name: _shown(item) for name, item in value}
+    return list(value)
 
 
 def _check_text(flag: str, value: object) -> None:

@@ -17,8 +17,8 @@ from gapless.serve.messages import Delta, TokenLogprob
 class AnswerStream:
     """Of ``num_choices`` choices. All methods run on one event loop."""
 
-    def __init__(self, num_choices: int) -> None:
-        self.num_choices = num_choices
+    def __init__(self, num_choices: int, *, num_media_bytes: int = 0) -> None:
+        self.num_choices, self.num_media_bytes = num_choices, num_media_bytes
         self.num_unfinished = num_choices
         self._pending: dict[int, Delta | _Merged] = {}
         self._error: Exception | None = None

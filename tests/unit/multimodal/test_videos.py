@@ -59,7 +59,7 @@ def test_an_animated_gif_is_a_video():
         ({"max_video_bytes": 100}, r"bytes, the limit is 100;.*--max-video-bytes"),
         ({"max_video_seconds": 1}, r"lasts 2 seconds, the limit is 1;.*--max-video-seconds"),
         ({"max_video_frames": 3}, r"4 frames would be taken of it, the limit is 3;.*--max-video-frames"),
-        ({"max_video_pixels": 9000}, r"4 frames of 64 x 48 have 12288 pixels.*--max-video-pixels"),
+        ({"max_decoded_pixels": 9000}, r"4 frames of 64 x 48 have 12288 pixels.*--max-decoded-pixels"),
         ({"max_image_pixels": 3000}, r"64 x 48 pixels, the limit is 3000 in all.*--max-image-pixels"),
     ],
 )

@@ -1,18 +1,21 @@
 """``POST /v1/chat/completions``: messages, tools, and what to do with them.
 
-Only text goes in: parts of another kind (images, audio, files) are refused by name. Arguments of earlier tool
-calls come as JSON text and reach the template as objects, which is what templates expect.
+Content is text, or parts of which those of a user may be images and videos (``media_parts.py``); other kinds
+(audio, files) are refused by name. Arguments of earlier tool calls come as JSON text and reach the template
+as objects, which is what templates expect.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from gapless.serve.protocol.common import IGNORED, PARTS_BRANCH, TEXT_BRANCH, FirstFault, Strict
 from gapless.serve.protocol.generation import NEUTRAL, GenerationRequest
+from gapless.serve.protocol.media_parts import ContentPart
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -23,34 +26,8 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 """Variables that a request may not set through ``chat_template_kwargs``: they have fields of their own."""
 
 
-class TextPart(Strict):
-    type: Literal["text", "refusal"]
-    text: str | None = None
-    refusal: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise ValueError(
-                f"content parts of type {kind[:40]!r} are not supported: this model reads text only"
-            )
-        return data
-
-    @model_validator(mode="after")
-    def _has_its_text(self) -> TextPart:
-        if getattr(self, self.type) is None:
-            raise ValueError(f"a content part of type {self.type!r} needs the field {self.type!r}")
-        return self
-
-    @property
-    def content(self) -> str:
-        return self.text if self.text is not None else self.refusal or ""
-
-
 Content = Annotated[
-    Annotated[str, Tag(TEXT_BRANCH)] | Annotated[FirstFault[TextPart], Tag(PARTS_BRANCH)],
+    Annotated[str, Tag(TEXT_BRANCH)] | Annotated[FirstFault[ContentPart], Tag(PARTS_BRANCH)],
     Discriminator(lambda value: PARTS_BRANCH if isinstance(value, list) else TEXT_BRANCH),
 ]
 """Told apart by its type first, so that what is wrong with a part is told, not that a list is no text."""
@@ -101,12 +78,22 @@ class Message(Strict):
             raise ValueError(f"tool_call_id belongs to messages of a tool, not to role {self.role!r}")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message with role {self.role!r} needs content")
+        if self.role != "user" and any(True for _ in self.media_parts()):
+            raise ValueError(f"images and videos belong to messages of a user, not to role {self.role!r}")
         return self
 
+    def media_parts(self) -> Iterator[tuple[int, ContentPart]]:
+        """Images and videos among the parts, with their positions."""
+        if isinstance(self.content, list):
+            yield from ((i, part) for i, part in enumerate(self.content) if part.media_kind is not None)
+
     def for_template(self) -> dict[str, Any]:
-        """What chat templates read: content as one string, arguments as objects."""
-        content = self.content
-        if isinstance(content, list):
+        """What chat templates read: content as one string, or as parts where there are images; arguments as
+        objects."""
+        content: Any = self.content
+        if any(True for _ in self.media_parts()):
+            content = [part.for_template() for part in content]
+        elif isinstance(content, list):
             content = "\n".join(part.content for part in content)
         if content is None and self.refusal is not None:
             content = self.refusal

@@ -39,14 +39,17 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             ),
         )
         adds_prompt = request.add_generation_prompt
-        token_ids = await encode_chat(
+        prompt = await encode_chat(
             context,
             request.messages,
             tools=request.tools if make_parser is not None else None,
             add_generation_prompt=not request.continue_final_message if adds_prompt is None else adds_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
+            receive=http.receive,
         )
+        request.messages.clear()  # images as text are megabytes, and an answer may take minutes
+        token_ids = prompt.token_ids
         check_ids(context, token_ids, name="messages")
         check_length(context, len(token_ids), params, name="messages")
         n = params.get("n", 1)
@@ -65,6 +68,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             params=params,
             grammar=forced_call_grammar(request) or grammar_of(request),
             cache_extra=cache_extra_of(request.cache_salt),
+            media=prompt.media,
         )
         clock.num_prompt_tokens = [len(token_ids)]
         deltas = deltas_of(context.client, [generate], clock=clock)

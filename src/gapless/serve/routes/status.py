@@ -6,6 +6,9 @@ Health looks at the engine's loop, not at this process: 503 once the engine is g
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -22,9 +25,15 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
     client = context.client
     exposition = Exposition(client, context.metrics, model_name=context.model_names[0])
 
+    modalities = ["text"] if context.media is None else ["text", "image", "video"]
+
     def card(name: str) -> ModelCard:
         return ModelCard(
-            id=name, created=context.created, root=client.info.model, max_model_len=client.info.max_model_len
+            id=name,
+            created=context.created,
+            root=client.info.model,
+            max_model_len=client.info.max_model_len,
+            input_modalities=modalities,
         )
 
     @app.get("/v1/models", tags=["status"])
@@ -44,12 +53,18 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
         if client.is_draining:
             raise _unhealthy("the server is shutting down")
         if age_s is None:
-            raise _unhealthy("the engine is not ready yet")
+            raise _unhealthy("no engine is ready")
         if age_s > context.settings.health_stale_s:
             raise _unhealthy(f"the engine's loop has shown no life for {age_s:.0f} seconds")
         if not client.is_healthy:
             raise _unhealthy("the engine has stopped")
-        return json_reply({"status": "ok", "step_age_s": round(age_s, 3)})
+        reply: dict[str, Any] = {"status": "ok", "step_age_s": round(age_s, 3)}
+        replicas = client.replicas()
+        if len(replicas) > 1:  # degraded is no reason to stop sending requests here
+            num_healthy = sum(replica.is_healthy for replica in replicas)
+            reply["status"] = "ok" if num_healthy == len(replicas) else "degraded"
+            reply |= {"replicas": len(replicas), "healthy_replicas": num_healthy}
+        return json_reply(reply)
 
     @app.get("/metrics", tags=["status"])
     async def metrics() -> Response:
@@ -71,11 +86,13 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 "served_model_names": context.model_names,
                 "device": info.device,
                 "max_model_len": info.max_model_len,
+                "input_modalities": modalities,
                 "startup_s": info.startup_s,
                 "settings": context.settings.to_dict(),
                 "config": info.config,
                 "plan": info.plan,
                 "stats": client.stats(),
+                "replicas": [dataclasses.asdict(replica) for replica in client.replicas()],
                 "report": report,
             }
         )

@@ -21,7 +21,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
         request = await context.parse(http, TokenizeRequest)
         tokenizer = need_tokenizer(context)
         if request.messages is not None:
-            token_ids = await encode_chat(
+            prompt = await encode_chat(
                 context,
                 request.messages,
                 tools=request.tools,
@@ -29,7 +29,9 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 continue_final_message=request.continue_final_message,
                 variables=request.chat_template_kwargs,
                 add_special_tokens=bool(request.add_special_tokens),
+                receive=http.receive,
             )
+            token_ids = prompt.token_ids
         else:
             adds = request.add_special_tokens is not False
             token_ids = await encode_text(context, request.prompt or "", add_special_tokens=adds)

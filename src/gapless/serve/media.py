@@ -1,0 +1,159 @@
+"""Images and videos of requests to prompts, on threads beside the event loop, within bounds.
+
+Reading, decoding and preparing take milliseconds to seconds of a processor, so they happen in a small pool
+that no stream waits for. What waits for the pool is bounded in bytes: beyond that a request is told to come
+back. A caller that goes away while waiting takes its work with it; work that has begun runs to its end, and
+is counted until then. Invariant: an error names the part of the message that it is about. Read
+``multimodal/loading.py`` for what is refused, ``multimodal/processor.py`` for what a prompt becomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from gapless.errors import RequestError
+from gapless.multimodal.items import MediaPrompt
+from gapless.multimodal.loading import MediaLoader
+from gapless.serve.client import EngineBusyError
+from gapless.serve.errors import ApiError
+from gapless.serve.metrics import RequestMetrics
+from gapless.serve.protocol.chat import Message
+from gapless.serve.protocol.media_parts import ContentPart
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from gapless.multimodal.processor import Processor
+    from gapless.multimodal.videos import VideoFrames
+    from gapless.serve.settings import ServerSettings
+
+MAX_THREADS = 4
+"""Each holds one request's pixels (``max_decoded_pixels``), and cores are needed for other things, too."""
+MAX_HELD_BODIES = 16
+"""Of the largest size, as for bodies that are being read."""
+LOW_DETAIL_PIXELS = 512
+"""Longer side of an image whose detail is ``low``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedPart:
+    """An image or video and where in the request it stands, as errors name it."""
+
+    name: str
+    part: ContentPart
+
+
+class MediaDesk:
+    """Makes prompts with media for one application. Its methods run on the event loop."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        loader: MediaLoader,
+        *,
+        settings: ServerSettings,
+        metrics: RequestMetrics,
+        num_threads: int | None = None,
+    ) -> None:
+        self._processor, self._loader, self._metrics = processor, loader, metrics
+        self._per_prompt = dict(settings.limit_mm_per_prompt)
+        sampling, most = processor.sampling(), loader.limits.max_video_frames
+        self._sampling = replace(sampling, max_frames=min(sampling.max_frames, most))
+        self._max_held = MAX_HELD_BODIES * settings.max_body_bytes
+        num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="media")
+        self._lock = threading.Lock()
+        self.num_held = 0
+        """Characters of URLs whose request waits for the pool or is in it."""
+
+    async def prompt(
+        self, token_ids: Sequence[int], parts: Sequence[PlacedPart], *, max_tokens: int
+    ) -> MediaPrompt:
+        """``token_ids`` has one placeholder for each of ``parts``. Raises ``ApiError``, ``RequestError`` or
+        ``EngineBusyError``."""
+        self._check_counts(parts)
+        size = sum(len(placed.part.url) for placed in parts)
+        with self._lock:
+            if self.num_held and self.num_held + size > self._max_held:
+                raise EngineBusyError(
+                    "the server is preparing too many images and videos at once; try again later",
+                    retry_after_s=1.0,
+                )
+            self.num_held += size
+        work = self._pool.submit(self._make, token_ids, parts, max_tokens)
+
+        def release(_: Future[Any]) -> None:  # done, or given up before it began
+            with self._lock:
+                self.num_held -= size
+
+        work.add_done_callback(release)
+        return await asyncio.wrap_future(work)
+
+    def close(self) -> None:
+        """Give up what has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _check_counts(self, parts: Sequence[PlacedPart]) -> None:
+        counts: Counter[str] = Counter()
+        for placed in parts:
+            kind = placed.part.media_kind
+            assert kind is not None
+            counts[kind] += 1
+            limit = self._per_prompt.get(kind, 0)
+            if counts[kind] > limit:
+                raise ApiError(
+                    f"{placed.name}: a request may have at most {limit} {kind}s; send fewer, or raise "
+                    f"--limit-mm-per-prompt {kind}=N",
+                    param=placed.name,
+                    code="invalid_value",
+                )
+
+    def _make(self, token_ids: Sequence[int], parts: Sequence[PlacedPart], max_tokens: int) -> MediaPrompt:
+        start = time.perf_counter()
+        images: list[Image.Image] = []
+        videos: list[VideoFrames] = []
+        num_pixels = 0
+        for placed in parts:
+            try:
+                if placed.part.media_kind == "image":
+                    image = self._loader.image(placed.part.url, name=placed.name)
+                    if placed.part.detail == "low":
+                        image.thumbnail((LOW_DETAIL_PIXELS, LOW_DETAIL_PIXELS))
+                    images.append(image)
+                    num_pixels += image.width * image.height
+                else:
+                    video = self._loader.video(placed.part.url, self._sampling.choose, name=placed.name)
+                    videos.append(video)
+                    num_pixels += video.frames_FHWC.size // 3
+                self._check_pixels(num_pixels, placed.name)
+            except RequestError as error:
+                raise ApiError(str(error), param=placed.name, code="invalid_value") from None
+        prompt = self._processor.prompt(token_ids, images=images, videos=videos, max_tokens=max_tokens)
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self._metrics.media_items.update(placed.part.media_kind or "" for placed in parts)
+            self._metrics.media_prepare_s.observe(seconds)
+        return prompt
+
+    def _check_pixels(self, num_pixels: int, name: str) -> None:
+        limit = self._loader.limits.max_decoded_pixels
+        if num_pixels > limit:
+            raise RequestError(
+                f"{name}: the images and videos up to this one have {num_pixels} pixels together, the limit "
+                f"is {limit}; send fewer or smaller ones, or raise --max-decoded-pixels"
+            )
+
+
+def media_of(messages: Sequence[Message]) -> Iterator[PlacedPart]:
+    """In the order in which a template writes their placeholders."""
+    for number, message in enumerate(messages):
+        for position, part in message.media_parts():
+            yield PlacedPart(name=f"messages[{number}].content[{position}]", part=part)
