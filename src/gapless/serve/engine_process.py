@@ -16,11 +16,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
+from gapless.env import changed_environment
 from gapless.errors import GaplessError, GraphError
 from gapless.serve.channel import Addresses, EngineChannel
 from gapless.serve.engine_loop import EngineLoop
@@ -51,15 +52,23 @@ EngineOpener = Callable[[ReportProgress], ServedEngine]
 """Makes the engine, in the process where it will run; so it must be picklable."""
 
 
-def launch(open_engine: EngineOpener, addresses: Addresses, *, log_level: str) -> SpawnProcess:
-    """Start the process. Spawned, not forked: CUDA and threads do not survive a fork.
+def launch(
+    open_engine: EngineOpener,
+    addresses: Addresses,
+    *,
+    log_level: str,
+    environment: Mapping[str, str] | None = None,
+) -> SpawnProcess:
+    """Start the process, with ``environment`` on top of this one's. Spawned, not forked: CUDA and threads do
+    not survive a fork.
 
     Not a daemon process: those may have no children, and compilers start some.
     """
     process = multiprocessing.get_context("spawn").Process(
         target=main, args=(open_engine, addresses, log_level), name="gapless-engine"
     )
-    process.start()
+    with changed_environment(environment or {}):  # before its first import: torch reads some only once
+        process.start()
     return process
 
 
