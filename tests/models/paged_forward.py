@@ -52,9 +52,13 @@ class PagedForward:
         )
         ids = _int32([token for tokens in new_tokens for token in tokens])
         with torch.no_grad(), use_forward_context(ForwardContext(batch=metadata)):
-            hidden = self._model.layers(self._model.embed(ids), _int32(positions))
+            hidden = self.hidden_states(ids, _int32(positions))
             logits = self._model.head(hidden)
         return list(logits.split([len(tokens) for tokens in new_tokens]))
+
+    def hidden_states(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Of the new tokens of all sequences in a row."""
+        return self._model.layers(self._model.embed(ids_T), positions_T)
 
 
 def _int32(values: list[int]) -> Tensor:
