@@ -126,11 +126,17 @@ _FAMILIES: Mapping[str, _Family] = {
         reads=_WINDOW_KEYS - {"layer_types"} | {"attention_bias"} | MOE_READS["qwen3_moe"] | MOE_HARMLESS,
         qk_norm=True,
     ),
+    # The text part of a Qwen3-VL-MoE; no folder has this type on the outer level.
+    "qwen3_vl_moe_text": _Family(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        defaults={**_QWEN_DEFAULTS, **MOE_DEFAULTS["qwen3_vl_moe_text"]},
+        reads=frozenset({"attention_bias"}) | MOE_READS["qwen3_vl_moe_text"] | MOE_HARMLESS,
+        qk_norm=True,
+    ),
 }
 
-SUPPORTED_ARCHITECTURES = (
-    *(family.architecture for family in _FAMILIES.values()),
-    *VISION_LANGUAGE_ARCHITECTURES,
+SUPPORTED_ARCHITECTURES = tuple(
+    dict.fromkeys((*(family.architecture for family in _FAMILIES.values()), *VISION_LANGUAGE_ARCHITECTURES))
 )
 
 
@@ -195,7 +201,11 @@ def parse_config(raw: RawConfig, *, source: str) -> DecoderConfig:
     """Check ``raw`` and return the decoder's numbers. Raises ``ModelError`` naming ``source`` and the key."""
     if is_vision_language(raw):
         media = read_vl_config(raw, source=source)
-        _refuse_unknown_keys(media.outer, _FAMILIES[media.text["model_type"]], source)
+        text_family = _FAMILIES[media.text["model_type"]]
+        _refuse_unknown_keys(media.outer, text_family, source)
+        _refuse_unknown_keys(
+            media.vision, replace(text_family, reads=media.vision_keys), f"{source}: vision_config"
+        )
         return _with_media(parse_config(media.text, source=source), media, source)
     model_type = str(raw.get("model_type", ""))
     family = _family(raw, model_type, source)
@@ -260,6 +270,11 @@ def _with_media(text: DecoderConfig, media: VisionLanguageConfig, source: str) -
         raise ModelError(
             f"{source}: vision_config.deepstack_visual_indexes has {media.num_deepstack} entries, the text "
             f"model only {text.num_layers} layers"
+        )
+    if media.vision.get("out_hidden_size") not in (None, text.hidden_size):
+        raise ModelError(
+            f"{source}: vision_config.out_hidden_size={media.vision['out_hidden_size']!r} must be the text "
+            f"model's hidden_size={text.hidden_size}"
         )
     last_id = max(media.image_token_id, media.video_token_id)
     if last_id >= text.vocab_size:

@@ -27,7 +27,7 @@ from gapless.models.gguf_tokenizer import gguf_tokenizer
 from gapless.models.json_file import read_json
 from gapless.models.sources import find_smollm2
 from gapless.models.tokenizer import Tokenizer, load_tokenizer
-from gapless.models.vl_config import is_vision_language
+from gapless.models.vl_config import is_vision_language, read_vl_config
 from gapless.models.weights import Progress, load_safetensors
 from gapless.multimodal.opening import processor_of
 from gapless.parallel.shard import WHOLE, Shard
@@ -136,7 +136,8 @@ def _make_tower(opened: _Source, *, dtype: torch.dtype, device: torch.device) ->
         return None
     from gapless.models.vision.tower import make_tower  # imports much that text needs nothing of
 
-    return make_tower(opened.config.model_type, opened.raw["vision_config"], dtype=dtype, device=device)
+    media = read_vl_config(opened.raw, source=opened.description)
+    return make_tower(media.tower_type, media.vision, dtype=dtype, device=device)
 
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")

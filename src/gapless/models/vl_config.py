@@ -2,7 +2,7 @@
 
 Such a config nests one config in another, and where the text keys lie depends on who saved it: older
 Qwen2.5-VL folders have them at the top, beside ``vision_config``; newer ones in ``text_config``. Here both
-become a raw config of the plain family (``qwen2``, ``qwen3``), which ``config.py`` checks key by key like any
+become a raw config of a plain family (``qwen2``, ``qwen3`` …), which ``config.py`` checks key by key like any
 other, plus what only media need. Imports no torch: the process that answers HTTP reads configs too. Read
 ``config.py`` for the text part and ``multimodal/processor.py`` for the use of the rest.
 """
@@ -30,6 +30,10 @@ class VisionLanguageConfig:
     """What lies beside a nested text config and is not about media."""
     vision: RawConfig
     """``vision_config`` as it is, for the tower."""
+    vision_keys: frozenset[str]
+    """Those that the tower reads."""
+    tower_type: str
+    """What the tower is a tower of; several models may have one."""
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
@@ -47,7 +51,7 @@ class VisionLanguageConfig:
     @property
     def has_timestamps(self) -> bool:
         """Qwen3-VL: frames of a video are separate and each is announced by its time, in text."""
-        return self.model_type != "qwen2_5_vl"
+        return self.tower_type == "qwen3_vl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,17 +60,42 @@ class _Family:
 
     architecture: str
     text_type: str
+    tower_type: str
     text_defaults: Mapping[str, Any]
     sections: tuple[int, int, int]
     layout: Literal["chunked", "interleaved"]
     patch_size: int
+    tower_keys: frozenset[str]
 
 
-_QWEN3_TEXT = {"rope_theta": 500000.0, "max_position_embeddings": 128000, "num_key_value_heads": 32}
+_QWEN3_TEXT = {"rope_theta": 500000.0, "max_position_embeddings": 128000}
+_QWEN3: dict[str, Any] = {
+    "tower_type": "qwen3_vl",
+    "sections": (24, 20, 20),
+    "layout": "interleaved",
+    "patch_size": 16,
+    "tower_keys": frozenset({"num_position_embeddings", "deepstack_visual_indexes"}),
+}
+_TOWER_KEYS = frozenset(
+    {
+        *(
+            "depth",
+            "hidden_size",
+            "hidden_act",
+            "intermediate_size",
+            "num_heads",
+            "in_channels",
+            "patch_size",
+        ),
+        *("spatial_merge_size", "temporal_patch_size", "out_hidden_size", "rope_parameters"),
+        *("in_chans", "spatial_patch_size"),
+    }
+)
 _FAMILIES: Mapping[str, _Family] = {
     "qwen2_5_vl": _Family(
         architecture="Qwen2_5_VLForConditionalGeneration",
         text_type="qwen2",
+        tower_type="qwen2_5_vl",
         text_defaults={
             "rope_theta": 1000000.0,
             "rms_norm_eps": 1e-5,
@@ -76,14 +105,19 @@ _FAMILIES: Mapping[str, _Family] = {
         sections=(16, 24, 24),
         layout="chunked",
         patch_size=14,
+        tower_keys=frozenset({"window_size", "fullatt_block_indexes", "tokens_per_second"}),
     ),
     "qwen3_vl": _Family(
         architecture="Qwen3VLForConditionalGeneration",
         text_type="qwen3",
-        text_defaults=_QWEN3_TEXT,
-        sections=(24, 20, 20),
-        layout="interleaved",
-        patch_size=16,
+        text_defaults={**_QWEN3_TEXT, "num_key_value_heads": 32},
+        **_QWEN3,
+    ),
+    "qwen3_vl_moe": _Family(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        text_type="qwen3_vl_moe_text",
+        text_defaults={**_QWEN3_TEXT, "num_key_value_heads": 16},
+        **_QWEN3,
     ),
 }
 
@@ -122,6 +156,11 @@ def read_vl_config(raw: RawConfig, *, source: str) -> VisionLanguageConfig:
     nested = _object(raw, "text_config", source)
     text, sections = _without_mrope(_text_config(outer, nested, family, source), family, source)
     sizes = _Sizes(vision, f"{source}: vision_config")
+    patch_size, channels = sizes.get("patch_size", family.patch_size), sizes.get("in_channels", 3)
+    # Second names of two keys, which nothing reads: they may not say something else.
+    for key, value in (("in_channels", 3), ("in_chans", channels), ("spatial_patch_size", patch_size)):
+        if vision.get(key) not in (None, value):
+            raise ModelError(f"{source}: vision_config.{key}={vision[key]!r} must be {value}")
     tokens = {key: _token_id(raw, key, default, source) for key, default in _TOKEN_IDS.items()}
     if len(set(tokens.values())) != len(tokens):
         raise ModelError(f"{source}: {tokens}: placeholders and marks of media must be different tokens")
@@ -131,10 +170,12 @@ def read_vl_config(raw: RawConfig, *, source: str) -> VisionLanguageConfig:
         text=text,
         outer={} if nested is None else outer,
         vision=vision,
+        vision_keys=_TOWER_KEYS | family.tower_keys,
+        tower_type=family.tower_type,
         **tokens,
         axis_sections=sections,
         axis_layout=family.layout,
-        patch_size=sizes.get("patch_size", family.patch_size),
+        patch_size=patch_size,
         merge_size=sizes.get("spatial_merge_size", 2),
         temporal_patch_size=sizes.get("temporal_patch_size", 2),
         tokens_per_second=sizes.get("tokens_per_second", 4),
@@ -153,9 +194,8 @@ def _text_config(outer: RawConfig, nested: RawConfig | None, family: _Family, so
             if text.get(key) is None and outer.get(key) is not None:
                 text[key] = outer[key]
         # Qwen2.5-VL folders say it on either level, others on the outer one.
-        is_tied = outer.get("tie_word_embeddings")
-        if is_tied or (is_tied is not None and family.text_type != "qwen2"):
-            text["tie_word_embeddings"] = is_tied
+        if outer.get("tie_word_embeddings") or family.text_type != "qwen2":
+            text["tie_word_embeddings"] = outer.get("tie_word_embeddings")
     elif family.text_type == "qwen2":
         text = dict(outer)
     else:
