@@ -14,15 +14,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""``qwen3_vl_moe`` exists too: Qwen3-VL with experts in the text model."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -66,6 +69,7 @@ _VISION = {
     "out_hidden_size": 64,
 }
 _WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1, 3]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _TOKEN_IDS = {
     "image_token_id": IMAGE_ID,
     "video_token_id": VIDEO_ID,
@@ -86,10 +90,11 @@ PREPROCESSOR = {
 _VIDEO_SIZES = {
     "qwen2_5_vl": {"shortest_edge": 8 * 8, "longest_edge": 32 * 32},
     "qwen3_vl": {"shortest_edge": 2 * 8 * 8, "longest_edge": 4 * 32 * 32},
+    "qwen3_vl_moe": {"shortest_edge": 2 * 8 * 8, "longest_edge": 4 * 32 * 32},
 }
 
 
-def vl_config(family: str, **text_overrides: object) -> Qwen2_5_VLConfig | Qwen3VLConfig:
+def vl_config(family: str, **text_overrides: object) -> Qwen2_5_VLConfig | Qwen3VLConfig | Qwen3VLMoeConfig:
     """The config of a tiny model of ``family``; ``text_overrides`` replace keys of its text config."""
     if family == "qwen2_5_vl":
         return Qwen2_5_VLConfig(
@@ -104,12 +109,16 @@ def vl_config(family: str, **text_overrides: object) -> Qwen2_5_VLConfig | Qwen3
             architectures=["Qwen2_5_VLForConditionalGeneration"],
             **_TOKEN_IDS,
         )
-    rope = {**_ROPE, "mrope_interleaved": True}
-    return Qwen3VLConfig(
-        text_config={**_TEXT, "head_dim": 16, "rope_parameters": rope, **text_overrides},
+    text = {**_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+    config_class: type[Qwen3VLConfig | Qwen3VLMoeConfig] = Qwen3VLConfig
+    if family == "qwen3_vl_moe":
+        config_class, text = Qwen3VLMoeConfig, {**text, **_EXPERTS}
+    name = config_class.__name__.removesuffix("Config")
+    return config_class(
+        text_config={**text, **text_overrides},
         vision_config={**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
         tie_word_embeddings=False,
-        architectures=["Qwen3VLForConditionalGeneration"],
+        architectures=[f"{name}ForConditionalGeneration"],
         **_TOKEN_IDS,
     )
 
@@ -133,11 +142,13 @@ def vl_model(family: str, seed: int = 0) -> PreTrainedModel:
 def write_vl_folder(
     folder: Path, family: str, *, seed: int = 0, has_weights: bool = True, has_tokenizer: bool = True
 ) -> Path:
-    """A Hugging Face folder of ``vl_model(family, seed)``, as Transformers saves it, with processor configs and
-    no chat template."""
+    """A Hugging Face folder of ``vl_model(family, seed)``, as Transformers saves it, with processor configs
+    and no chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     if has_weights:
         vl_model(family, seed).save_pretrained(folder)
+        if family == "qwen3_vl_moe":
+            _publish_experts(folder / "model.safetensors")
     else:
         vl_config(family).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
@@ -147,6 +158,15 @@ def write_vl_folder(
     if has_tokenizer:
         write_vl_tokenizer(folder)
     return folder
+
+
+def _publish_experts(path: Path) -> None:
+    """Published folders hold stacked experts with input features first."""
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_vl_tokenizer(folder: Path) -> None:

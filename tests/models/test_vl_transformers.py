@@ -5,6 +5,7 @@ The reference runs the whole prompt at once, without a cache; ours runs it in ch
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,17 @@ def test_fused_kernels_give_the_same_logits(loaded: LoadedModel, name: str) -> N
         model.has_fused_kernels = False
     assert _difference(torch.cat([first, second]), expected) <= TOLERANCE
     assert _difference(last, _reference(loaded.model_type, prompt, extra=[7])[-1:]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["text", "image and video"])
+def test_a_text_model_with_experts_takes_media_too(tmp_path: Path, name: str) -> None:
+    folder = write_vl_folder(tmp_path, "qwen3_vl_moe")
+    loaded = load_model(str(folder), device=torch.device("cpu"))
+    assert loaded.info.num_experts == 4
+    prompt, expected = _case(loaded, name)
+    forward, num_first = MediaForward(loaded, [prompt]), len(prompt.token_ids) // 2
+    parts = [forward.advance([count])[0] for count in (num_first, len(prompt.token_ids) - num_first)]
+    assert _difference(torch.cat(parts), expected) <= TOLERANCE
 
 
 def test_an_image_changes_the_logits(loaded: LoadedModel) -> None:
