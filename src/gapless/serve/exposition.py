@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gapless.serve.client import EngineClient, ReplicaView
+from gapless.serve.media_options import KINDS
 from gapless.serve.metrics import RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,6 +59,7 @@ _REQUEST_HISTOGRAMS = (
     ("vllm:e2e_request_latency_seconds", "e2e_s", "From a request's arrival to the end of a choice."),
     ("vllm:request_prompt_tokens", "prompt_tokens", "Prompt tokens per request."),
     ("vllm:request_generation_tokens", "generation_tokens", "Generated tokens per choice."),
+    ("gapless:media_prepare_seconds", "media_prepare_s", "Reading and preparing the images of a request."),
 )
 _ENGINE_HISTOGRAMS = (
     ("vllm:request_queue_time_seconds", "queue_time_s", "In the queue, before the first step."),
@@ -103,7 +105,16 @@ class _Families(Collector):
         yield from _graph_steps(self._client.stats())
         if len(replicas) > 1:
             yield from _replicas(replicas, self._model_name)
+        yield from self._media()
         yield from self._http()
+
+    def _media(self) -> Iterator[Metric]:
+        items = CounterMetricFamily(
+            "gapless:media_items", "Images and videos of prompts that were prepared.", labels=("kind",)
+        )
+        for kind in KINDS:
+            items.add_metric((kind,), self._metrics.media_items[kind])
+        yield items
 
     def _http(self) -> Iterator[Metric]:
         responses = CounterMetricFamily("gapless:http_responses", "HTTP answers.", labels=("route", "status"))

@@ -26,7 +26,6 @@ _SERVER_ALIASES = {
     "served_model_name": "served_model_names",
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
-    "allowed_media_domain": "allowed_media_domains",
     "drain_seconds": "drain_s",
     "health_stale_seconds": "health_stale_s",
 }

@@ -67,3 +67,17 @@ def test_ends_of_long_ago_say_nothing():
     admission.leave(10)
     clock.now += 3600
     assert admission.retry_after_s() == 1.0
+
+
+def test_bytes_of_images_are_bounded_too_but_one_request_always_fits():
+    admission = Admission(max_running=2, max_queued=9, max_bytes=100)
+    admission.enter(num_bytes=500)
+    admission.enter()
+    with pytest.raises(EngineBusyError, match=r"take 500 bytes, and with this one's 1 .*--max-media-bytes"):
+        admission.enter(num_bytes=1)
+    admission.leave(num_bytes=500)
+    admission.enter(num_bytes=60)
+    admission.enter(num_bytes=40)
+    with pytest.raises(EngineBusyError):
+        admission.enter(num_bytes=1)
+    assert (admission.num_inside, admission.num_bytes_inside) == (3, 100)

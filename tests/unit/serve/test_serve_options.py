@@ -102,11 +102,75 @@ def test_a_chat_template_is_a_file_or_its_text(tmp_path):
         ({"ssl_certfile": "/none.pem", "ssl_keyfile": "/none.key"}, "no such file"),
         ({"api_keys": ("",)}, "--api-key"),
         ({"served_model_names": "name"}, "tuple"),
+        ({"max_image_pixels": 10**9}, "--max-image-pixels=1000000000: must be between 1 and 89478485"),
+        ({"max_media_bytes": 1}, "--max-media-bytes=1: must be between"),
+        ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path=/no/such"),
+        ({"allowed_media_domains": ("https://a.org",)}, "--allowed-media-domains"),
+        ({"limit_mm_per_prompt": (("image", -1), ("video", 1))}, "image=-1: must be a number from 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         ServerSettings(**values)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "image=4",
+        '{"image": 4}',
+        {"image": 4},
+        "image=4,video=1",
+        " image = 4 , video = 1 ",
+        '{"video":1,"image":4}',
+    ],
+)
+def test_limits_of_media_may_be_written_in_many_ways(value):
+    limits = (("image", 4), ("video", 1))
+    assert resolve(server={"limit_mm_per_prompt": value}).server.limit_mm_per_prompt == limits
+    assert resolve(file={"limit-mm-per-prompt": value}).server.limit_mm_per_prompt == limits
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("audio=1", "unknown kind 'audio'; kinds are image, video"),
+        ("image", "image=: must be a number"),
+        ("image=1.5", "image=1.5: must be a number from 0 to 1024"),
+        ("image=2000", "image=2000: must be a number from 0 to 1024"),
+        ("{image: 1}", "is not JSON"),
+        (4, "must be a JSON object"),
+    ],
+)
+def test_limits_of_media_that_make_no_sense_are_refused(value, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve(server={"limit_mm_per_prompt": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ('{"max_pixel": 1}', "max_pixel is not known; known: min_pixels, max_pixels, fps"),
+        ('{"max_pixels": "1"}', "max_pixels='1': must be a number above 0"),
+        ('{"images_kwargs": {"fps": 1}}', "images_kwargs.fps is not known; known: min_pixels, max_pixels"),
+        ('{"images_kwargs": 3}', "images_kwargs=3: must be a JSON object"),
+        ('{"fps": 1, "num_frames": 4}', "exclude each other"),
+        ("max_pixels=1", "is not JSON"),
+        ("[1]", "must be a JSON object"),
+    ],
+)
+def test_settings_of_the_processor_that_make_no_sense_are_refused(value, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve(server={"mm_processor_kwargs": value})
+
+
+def test_settings_of_media_are_shown_as_objects():
+    kwargs = {"videos_kwargs": {"fps": 1}, "max_pixels": 9000}
+    options = resolve(server={"mm_processor_kwargs": json.dumps(kwargs)})
+    assert options == resolve(file={"mm_processor_kwargs": kwargs})
+    shown = options.server.to_dict()
+    assert shown["mm_processor_kwargs"] == kwargs
+    assert shown["limit_mm_per_prompt"] == {"image": 16, "video": 1}
 
 
 def test_what_is_shown_of_settings_holds_no_key():
@@ -302,6 +366,20 @@ SERVER_CASES: dict[str, tuple[str, Any]] = {
     "drain_seconds": ("1.5", 1.5),
     "health_stale_seconds": ("45", 45.0),
     "root_path": ("/llm", "/llm"),
+    "replicas": ("2", 2),
+    "routing": ("load", "load"),
+    "max_replica_restarts": ("0", 0),
+    "limit_mm_per_prompt": ("image=4,video=0", (("image", 4), ("video", 0))),
+    "mm_processor_kwargs": ('{"max_pixels": 9000, "fps": 1}', (("fps", 1), ("max_pixels", 9000))),
+    "allowed_local_media_path": ("/", "/"),
+    "allowed_media_domains": ("example.org", ("example.org",)),
+    "max_image_bytes": ("7", 7),
+    "max_image_pixels": ("8", 8),
+    "max_video_bytes": ("9", 9),
+    "max_video_seconds": ("10", 10),
+    "max_video_frames": ("11", 11),
+    "max_decoded_pixels": ("12", 12),
+    "max_media_bytes": ("2000000", 2_000_000),
     "cors_origin": ("*", ("*",)),
     "access_log": ("text", "text"),
     "log_level": ("error", "error"),
