@@ -232,6 +232,7 @@ def build_module(
 ) -> tuple[Any, nn.Module]:
     """Config and module of Transformers, with parameters of no particular value. Raises ``ModelError`` for
     keys that the config class refuses."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.initialization import no_init_weights
 
     known = {
@@ -241,7 +242,7 @@ def build_module(
     }
     try:
         config = config_class(**known)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"vision_config does not fit {config_class.__name__}: {error}") from error
     with torch.device(device), no_init_weights():
         return config, module_class._from_config(config, dtype=dtype)

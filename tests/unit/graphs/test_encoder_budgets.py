@@ -1,0 +1,171 @@
+"""Budget arithmetic: ladders, and the cheapest way to pack items that keep their order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gapless.errors import ConfigError
+from gapless.graphs.encoder_budgets import (
+    Budget,
+    budget_ladder,
+    ceil_to,
+    cheapest_budget,
+    fits,
+    greedy_packs,
+    normalise_budgets,
+    plan_packs,
+    total,
+)
+from gapless.graphs.encoder_options import EncoderMode, EncoderOptions
+
+few = settings(max_examples=50, deadline=None)
+sizes = st.builds(
+    lambda units, segments: {"tokens": 4 * units, "segments": min(segments, units)},
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+
+
+def budget_of(tokens: int, *, cost: float | None = None, segments: int | None = None) -> Budget:
+    limits = {"tokens": tokens, "segments": tokens // 4 if segments is None else segments}
+    return Budget(tokens=tokens, sizes=limits, cost=tokens if cost is None else cost)
+
+
+ladders = st.lists(
+    st.tuples(st.integers(1, 30), st.floats(0.1, 100)), min_size=1, max_size=4, unique_by=lambda pair: pair[0]
+).map(lambda pairs: [budget_of(4 * units, cost=cost) for units, cost in sorted(pairs)])
+
+
+@few
+@given(st.integers(1, 500), st.integers(1, 5000), st.integers(1, 36))
+def test_a_ladder_has_whole_granules_doubles_and_ends_at_the_maximum(smallest, largest, granule) -> None:
+    ladder = budget_ladder(smallest=smallest, largest=largest, granule=granule)
+    assert all(size % granule == 0 and size >= granule for size in ladder)
+    assert list(ladder) == sorted(set(ladder))
+    assert ladder[-1] == ceil_to(max(smallest, largest) if smallest >= largest else largest, granule) or (
+        ladder[-1] >= largest
+    )
+    assert any(size >= largest for size in ladder)
+    for lower, upper in itertools.pairwise(ladder):
+        assert upper <= 2 * lower + granule
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "granule", "expected"),
+    [
+        (64, 512, 4, (64, 128, 256, 512)),
+        (64, 600, 4, (64, 128, 256, 512, 600)),
+        (64, 64, 4, (64,)),
+        (1, 9, 4, (4, 8, 12)),
+        (3, 10, 1, (3, 6, 10)),
+    ],
+)
+def test_ladders(smallest, largest, granule, expected) -> None:
+    assert budget_ladder(smallest=smallest, largest=largest, granule=granule) == expected
+
+
+@few
+@given(st.integers(1, 10_000), st.integers(1, 64))
+def test_rounding_goes_up_and_never_to_nothing(value, granule) -> None:
+    rounded = ceil_to(value, granule)
+    assert rounded % granule == 0
+    assert value <= rounded < value + granule
+
+
+def test_an_explicit_list_is_sorted_rounded_up_and_without_duplicates() -> None:
+    assert normalise_budgets([30, 5, 8, 7], granule=4) == (8, 32)
+
+
+@pytest.mark.parametrize("budgets", [[], [0], [-4], [True], [1.5]])
+def test_budgets_that_are_no_sizes_are_refused(budgets) -> None:
+    with pytest.raises(ConfigError, match="budget"):
+        normalise_budgets(budgets)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "smallest_budget", "max_graphs", "max_bytes"])
+def test_options_must_be_positive(name) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EncoderOptions(**{name: 0})
+
+
+def test_a_list_of_budgets_belongs_to_budget_mode() -> None:
+    with pytest.raises(ConfigError, match="exact"):
+        EncoderOptions(mode=EncoderMode.EXACT, budgets=(64,))
+
+
+@few
+@given(st.lists(sizes, max_size=9), ladders)
+def test_packs_keep_the_order_hold_everything_and_fit(items, budgets) -> None:
+    packs = plan_packs(items, budgets)
+    covered = [i for pack in packs for i in range(pack.first, pack.first + pack.num_items)]
+    assert covered == list(range(len(items)))
+    for pack in packs:
+        own = items[pack.first : pack.first + pack.num_items]
+        if pack.budget is None:
+            assert len(own) == 1
+            assert cheapest_budget(own[0], budgets) is None
+        else:
+            assert fits(total(own), budgets[pack.budget].sizes)
+
+
+@few
+@given(st.lists(sizes, min_size=1, max_size=7), ladders)
+def test_no_way_in_this_order_is_cheaper_least_of_all_separate_runs(items, budgets) -> None:
+    def cost_of(cuts: tuple[int, ...]) -> float | None:
+        cost = 0.0
+        for first, end in itertools.pairwise((0, *cuts, len(items))):
+            own = items[first:end]
+            found = cheapest_budget(total(own), budgets)
+            if found is None and len(own) > 1:
+                return None
+            cost += budgets[found].cost if found is not None else 0.0
+        return cost
+
+    packs = plan_packs(items, budgets)
+    cost = sum(budgets[pack.budget].cost for pack in packs if pack.budget is not None)
+    inner = range(1, len(items))
+    ways = [cost_of(cuts) for n in range(len(items)) for cuts in itertools.combinations(inner, n)]
+    assert cost == pytest.approx(min(way for way in ways if way is not None))
+    assert cost <= cost_of(tuple(inner)) + 1e-9
+
+
+def test_of_equally_cheap_ways_the_fewest_runs_are_chosen() -> None:
+    items = [{"tokens": 32, "segments": 1}] * 4
+    assert len(plan_packs(items, [budget_of(32), budget_of(64), budget_of(128)])) == 1
+    assert len(plan_packs(items[:3], [budget_of(32), budget_of(64), budget_of(128)])) == 2
+
+
+def test_a_replay_that_is_measured_to_be_cheap_attracts_items() -> None:
+    items = [{"tokens": 32, "segments": 1}] * 3
+    budgets = [budget_of(32, cost=1.0), budget_of(128, cost=1.2)]
+    assert [pack.num_items for pack in plan_packs(items, budgets)] == [3]
+    budgets = [budget_of(32, cost=1.0), budget_of(128, cost=3.5)]
+    assert [pack.num_items for pack in plan_packs(items, budgets)] == [1, 1, 1]
+
+
+def test_every_count_limits_a_pack_not_only_tokens() -> None:
+    items = [{"tokens": 16, "segments": 4}] * 2
+    assert len(plan_packs(items, [budget_of(64, segments=4)])) == 2
+    assert plan_packs(items[:1], [budget_of(64, segments=3)])[0].budget is None
+
+
+def test_an_item_too_large_for_all_budgets_stands_alone_and_hinders_nobody() -> None:
+    items = [{"tokens": n, "segments": 1} for n in (8, 8, 400, 8, 8)]
+    packs = plan_packs(items, [budget_of(16), budget_of(64)])
+    assert [(pack.num_items, pack.budget) for pack in packs] == [(2, 0), (1, None), (2, 0)]
+
+
+@few
+@given(st.lists(sizes, max_size=9), st.integers(1, 40))
+def test_eager_packs_hold_what_the_limits_allow(items, units) -> None:
+    limits = {"tokens": 4 * units, "segments": units}
+    packs = greedy_packs(items, limits)
+    covered = [i for pack in packs for i in range(pack.first, pack.first + pack.num_items)]
+    assert covered == list(range(len(items)))
+    for pack in packs:
+        own = items[pack.first : pack.first + pack.num_items]
+        assert len(own) == 1 or fits(total(own), limits)
