@@ -34,6 +34,7 @@ INT32_MAX = 2**31 - 1
 """Slots and positions are int32 on the device, so no count of tokens may exceed this."""
 MAX_STEP_TOKENS = 2**20
 MAX_STEP_REQUESTS = 2**13
+MAX_RANKS = 64
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -154,6 +155,10 @@ class EngineConfig:
     count_expert_tokens: bool = False
     """Count, on the device, the tokens that each expert is given; the report has the numbers."""
     attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
+    """Processes, one per GPU, that hold the model together."""
+    break_at_all_reduce: bool = False
+    """Breakable graphs end before each sum over ranks and begin anew behind it."""
     enforce_eager: bool = False
     enable_vit_cuda_graph: bool = False
     """Graphs for the vision encoder of a model that has one."""
@@ -186,6 +191,8 @@ class EngineConfig:
         _check_fraction("--gpu-memory-utilization", self.gpu_memory_utilization)
         if not isinstance(self.attention_backend, str) or not self.attention_backend:
             raise ConfigError(f"--attention-backend={self.attention_backend!r}: must be a name, or auto")
+        _check_int("--tensor-parallel-size", self.tensor_parallel_size, 1, MAX_RANKS)
+        _check_bool("--break-at-all-reduce", self.break_at_all_reduce)
         _check_bool("--enforce-eager", self.enforce_eager)
         _check_bool("--enable-prefix-caching", self.enable_prefix_caching)
         _check_bool("--count-expert-tokens", self.count_expert_tokens)
@@ -263,6 +270,8 @@ class EngineConfig:
                 f"--kv-cache-tokens={self.kv_cache_tokens} contradicts --max-total-tokens="
                 f"{self.max_total_tokens}, which bounds it; give only one of the two"
             )
+        if self.break_at_all_reduce and self.tensor_parallel_size == 1:
+            raise ConfigError("--break-at-all-reduce: one rank has no sums over ranks; give --tp 2 or more")
         if not self.enforce_eager:
             return
         wishes = {

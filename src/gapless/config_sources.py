@@ -21,6 +21,8 @@ from gapless.errors import ConfigError
 
 ALIASES = {
     "model_path": "model",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
     "mem_fraction_static": "gpu_memory_utilization",
     "cudagraph_mode": "mode",
     "cudagraph_capture_sizes": "capture_sizes",

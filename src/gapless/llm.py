@@ -77,6 +77,8 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         count_expert_tokens: bool | None = None,
         attention_backend: str | None = None,
+        tensor_parallel_size: int | None = None,
+        break_at_all_reduce: bool | None = None,
         enforce_eager: bool | None = None,
         enable_vit_cuda_graph: bool | None = None,
         vit_cuda_graph_mode: str | None = None,
@@ -334,6 +336,7 @@ class LLM:
                     return None
                 self._require_running()
                 self._deliver(self.core.step())
+                self.core.check()
             updates = list(call.inbox)
             call.inbox.clear()
             return updates
@@ -350,6 +353,7 @@ class LLM:
     def _require_running(self) -> None:
         if self._is_shut_down:
             raise GaplessError("this LLM has been shut down; make a new one")
+        self.core.check()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -90,6 +90,22 @@ class EngineOptions:
     attention_backend: Annotated[
         str | None, _option("--attention-backend", help="Attention kernels.", panel="Model", metavar="NAME")
     ] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        _option(
+            "--tensor-parallel-size",
+            "--tp-size",
+            "--tp",
+            help="GPUs that hold the model together, a process for each.",
+            panel="Model",
+        ),
+    ] = None
+    break_at_all_reduce: Annotated[
+        bool | None,
+        _option(
+            "--break-at-all-reduce", help="Breakable graphs break at sums over GPUs too.", panel="Graphs"
+        ),
+    ] = None
     enable_prefix_caching: Annotated[
         bool | None,
         _option(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.media import StepMedia
 from gapless.engine.media_setup import embedding_cache_bytes, make_encoder
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
+from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.penalties import most_bytes
 from gapless.engine.planning import make_plan, max_step_tokens
 from gapless.engine.precompile import precompile
@@ -44,6 +45,9 @@ from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import FailedCapture, GraphStore
 from gapless.models.registry import LoadedModel, load_model, read_model_info
 from gapless.models.vision.base import MediaEncoder
+from gapless.parallel.collectives import ALL_REDUCE_OP
+from gapless.parallel.group import RankGroup
+from gapless.parallel.shard import WHOLE
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage name, how much is done and how much there is."""
@@ -65,15 +69,32 @@ def resolve_device(name: str) -> torch.device:
 class OpenedEngine:
     """A runner with what belongs to its model."""
 
-    runner: ModelRunner
+    runner: ModelRunner | ParallelRunner
     loaded: LoadedModel
     config: EngineConfig
 
 
 def open_engine(config: EngineConfig, progress: Progress | None = None) -> OpenedEngine:
-    """Load the model that ``config`` names and build its runner; errors are those of the two parts."""
+    """Load the model that ``config`` names and build its runner, on as many ranks as it asks for; errors are
+    those of the two parts, and ``RankError`` when a rank is lost."""
     torch_device = resolve_device(config.device)
     config = config.with_device_defaults(torch_device.type)
+    if config.tensor_parallel_size > 1:
+        from gapless.engine.ranks import open_ranks
+
+        return open_ranks(config, device_type=torch_device.type, progress=progress, open_one=open_one)
+    return open_one(config, torch_device=torch_device, progress=progress)
+
+
+def open_one(
+    config: EngineConfig,
+    *,
+    torch_device: torch.device,
+    group: RankGroup | None = None,
+    progress: Progress | None = None,
+) -> OpenedEngine:
+    """The engine of this process alone: of the whole model, or of one rank of ``group``. ``config`` has its
+    device defaults."""
     if config.enable_vit_cuda_graph or config.mm_embedding_cache_tokens is not None:
         refuse_missing_encoder(config, read_model_info(config.model))  # before weights are read
     start = time.perf_counter()
@@ -84,10 +105,13 @@ def open_engine(config: EngineConfig, progress: Progress | None = None) -> Opene
         load_format=config.load_format,
         seed=config.seed,
         max_model_len=config.max_model_len,
+        shard=WHOLE if group is None else group.shard,
         progress=progress,
     )
     load_s = time.perf_counter() - start
-    runner = build_runner(config, loaded, torch_device=torch_device, load_s=load_s, progress=progress)
+    runner = build_runner(
+        config, loaded, torch_device=torch_device, load_s=load_s, progress=progress, group=group
+    )
     return OpenedEngine(runner=runner, loaded=loaded, config=config)
 
 
@@ -99,14 +123,16 @@ def build_runner(
     load_s: float = 0.0,
     progress: Progress | None = None,
     encoder: MediaEncoder | None = None,
+    group: RankGroup | None = None,
 ) -> ModelRunner:
     """Make the runner. ``config`` has its device defaults; ``loaded`` lies on ``torch_device``. ``encoder``
-    takes the place of the one that would be made of the model's vision tower.
+    takes the place of the one that would be made of the model's vision tower. ``group``: the ranks of which
+    ``loaded`` is a part; all of them build at the same time.
 
     Raises ``ConfigError`` for contradictions and ``MemoryLimitError`` when the cache or the largest step does
     not fit. A size that cannot be captured is no error: it stays eager and is in the report.
     """
-    build = _Build(config, loaded, torch_device, load_s, progress)
+    build = _Build(config, loaded, torch_device, load_s, progress, group)
     build.encoder = encoder
     try:
         return build.run()
@@ -126,11 +152,14 @@ class _Build:
         torch_device: torch.device,
         load_s: float,
         progress: Progress | None,
+        group: RankGroup | None = None,
     ) -> None:
         assert config.max_running_requests is not None  # with_device_defaults has filled these in
         assert config.chunked_prefill_size is not None
         self.config, self.model, self.info = config, loaded.model, loaded.info
-        self.loaded = loaded
+        self.loaded, self.group = loaded, group
+        self.num_kv_heads: int = self.model.attention_layers()[0].num_kv_heads
+        """Of this rank."""
         self.encoder: MediaEncoder | None = None
         self.progress = progress
         self.device: GraphDevice = get_device(torch_device)
@@ -159,7 +188,7 @@ class _Build:
             reason=f"one step holds at most {limits.max_num_tokens} tokens of {limits.max_num_reqs} requests",
         )
         log = StepLog()
-        store = GraphStore(self.device)
+        store = GraphStore(self.device, peers=self.group)
         graphs = self._graph_set(store, plan, limits)
         rows = RowGraphs(_row_sizes(plan, limits), log)
         dispatcher = Dispatcher.build(plan, max_reqs=limits.max_num_reqs)
@@ -171,7 +200,7 @@ class _Build:
         with self._stage("capture"):
             self._capture(store, graphs, rows, dispatcher)
             _check_lookup(store, dispatcher, plan)
-            _measure_gaps(graphs, dispatcher)
+            _measure_gaps(graphs, dispatcher, self.group)
         if expert_load is not None:
             expert_load.reset()  # start-up ran dummy batches
         startup = {
@@ -183,6 +212,7 @@ class _Build:
             "num_blocks": pool.num_blocks,
             "cache_bytes": pool.num_bytes,
             "max_model_len": limits.max_model_len,
+            "ranks": None if self.group is None else self.group.report(),
             "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
             "memory": report_of(estimate, store),
         }
@@ -253,7 +283,10 @@ class _Build:
         self._make_cache(MIN_BLOCKS)
         penalty_bytes = most_bytes(max_num_reqs=self.max_num_reqs, vocab_size=self.info.vocab_size)
         estimate = measure(
-            self.device, lambda store: self._runners(store, plan, limits), penalty_bytes=penalty_bytes
+            self.device,
+            lambda store: self._runners(store, plan, limits),
+            penalty_bytes=penalty_bytes,
+            peers=self.group,
         )
         num_blocks = num_blocks_on_gpu(
             self.device,
@@ -262,12 +295,14 @@ class _Build:
             bytes_per_block=bytes_per_block(
                 block_size=block_size,
                 num_layers=self.info.num_layers,
-                num_kv_heads=self.info.num_kv_heads,
+                num_kv_heads=self.num_kv_heads,
                 head_size=self.info.head_size,
                 dtype=self.info.dtype,
             ),
             most=most,
         )
+        if self.group is not None:
+            num_blocks = self.group.minimum([num_blocks])[0]
         return num_blocks, estimate
 
     def _make_cache(self, num_blocks: int) -> KVCachePool:
@@ -275,7 +310,7 @@ class _Build:
             num_blocks=num_blocks,
             block_size=self.config.block_size,
             num_layers=self.info.num_layers,
-            num_kv_heads=self.info.num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
             head_size=self.info.head_size,
             dtype=self.info.dtype,
             device=self.device.torch_device,
@@ -289,6 +324,7 @@ class _Build:
                 self.model,
                 plan=plan,
                 splitting_ops=self.config.graphs.splitting_ops,
+                always_split=() if self.group is None else (ALL_REDUCE_OP,),
                 device=self.device,
                 max_num_tokens=limits.max_num_tokens,
                 max_num_reqs=limits.max_num_reqs,
@@ -316,7 +352,8 @@ class _Build:
         return work
 
     def _precompile(self, work: list[tuple[GraphRunner, list[BatchDescriptor]]]) -> None:
-        with self._stage("kernels"):
+        apart = nullcontext() if self.group is None else self.group.apart()
+        with self._stage("kernels"), apart:
             precompile(work, on_progress=lambda done, total: self._report("kernels", done, total))
 
     def _compile(self, graphs: GraphSet) -> None:
@@ -427,7 +464,7 @@ def _check_lookup(store: GraphStore, dispatcher: Dispatcher, plan: GraphPlan) ->
             raise GraphError(f"captured {row.key}, but a batch of exactly that size is dispatched to {found}")
 
 
-def _measure_gaps(graphs: GraphSet, dispatcher: Dispatcher) -> None:
+def _measure_gaps(graphs: GraphSet, dispatcher: Dispatcher, group: RankGroup | None) -> None:
     """Where a listed ladder leaves wide gaps, measure whether padding up to the next size beats an eager
     step."""
     if graphs.prefill.strategy is Strategy.DISABLED:
@@ -439,5 +476,8 @@ def _measure_gaps(graphs: GraphSet, dispatcher: Dispatcher) -> None:
         if padding <= MAX_PADDING_TOKENS or descriptor.num_tokens <= MAX_PADDING_RATIO * fewest:
             continue
         plain = BatchDescriptor(num_tokens=fewest, num_reqs=1)
-        if graphs.prefill.time_padding(descriptor, plain).is_graph_faster:
+        is_graph_faster = graphs.prefill.time_padding(descriptor, plain).is_graph_faster
+        if group is not None:
+            is_graph_faster = bool(group.from_first(is_graph_faster))
+        if is_graph_faster:
             dispatcher.allow_padding(descriptor, up_to=padding)

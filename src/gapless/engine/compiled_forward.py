@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from gapless.attention.base import ATTENTION_OP
-from gapless.engine.experts import expert_ops
 from gapless.engine.media_buffers import embeds_with_media, layers_with_media
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.graph_plan import PLANNED_PHASES, GraphPlan
@@ -23,6 +22,7 @@ from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.piecewise import PiecewiseConfig, PiecewiseForward, registered_passes
 from gapless.graphs.piecewise.compile import MIN_TRACE_ROWS
 from gapless.models.base import CausalModel
+from gapless.models.moe_config import expert_ops
 
 EAGER_TRACE_TOKENS = 8
 """Rows of the traced batch where nothing is tuned to them: few, because the batch really runs."""
@@ -58,12 +58,13 @@ def make_compiled_forwards(
     *,
     plan: GraphPlan,
     splitting_ops: tuple[str, ...] | None,
+    always_split: tuple[str, ...] = (),
     device: GraphDevice,
     max_num_tokens: int,
     max_num_reqs: int,
 ) -> CompiledForwards:
     """None of them where the plan compiles nothing. ``splitting_ops`` come on top of attention (None: those
-    of ``expert_ops``); the limits are those of one step.
+    of ``expert_ops``), and so do ``always_split``; the limits are those of one step.
 
     Raises ``ConfigError`` for an operator that does not exist.
     """
@@ -83,9 +84,9 @@ def make_compiled_forwards(
         hidden_TE = embeds_with_media(model, input_ids_T, is_media_T, embeds_TE)
         return layers_with_media(model, hidden_TE, positions, is_media_T, deepstack_TLE)
 
-    others = expert_ops(model.info) if splitting_ops is None else splitting_ops
+    others = expert_ops(model.info.num_experts) if splitting_ops is None else splitting_ops
     config = PiecewiseConfig(
-        split_ops=(ATTENTION_OP, *others) if plan.is_split else (),
+        split_ops=(ATTENTION_OP, *always_split, *others) if plan.is_split else (),
         compiler=plan.tc_compiler,
         use_inductor_graph_partition=plan.use_inductor_graph_partition,
         passes=registered_passes(),

@@ -169,6 +169,12 @@ class EngineCore:
         if self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.reset()
 
+    def check(self) -> None:
+        """Raises ``GaplessError`` when the runner knows that it can run no further step."""
+        check = getattr(self.runner, "check", None)
+        if check is not None:
+            check()
+
     def report(self) -> dict[str, Any]:
         """The runner's report with what the prefix cache has found; ``prefix_cache`` is None without one."""
         cache = self.scheduler.prefix_cache

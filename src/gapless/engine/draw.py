@@ -37,7 +37,7 @@ class TokenDrawer:
 
     def __init__(self, graphs: GraphSet, rows: RowGraphs, log: StepLog) -> None:
         self._graphs, self._rows, self._log = graphs, rows, log
-        self._readback = ReadbackRing(graphs.limits.max_num_reqs, graphs.store.device)
+        self._readback = ReadbackRing(graphs.limits.max_num_reqs, graphs.store.device, graphs.store.peers)
         self._penalties = PenaltyTable(
             max_num_reqs=graphs.limits.max_num_reqs,
             vocab_size=graphs.vocab_size,

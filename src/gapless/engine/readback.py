@@ -9,6 +9,7 @@ they lie in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.peers import Peers
 
 _RING_SLOTS = 4
 
@@ -37,8 +39,9 @@ class Readback:
 class ReadbackRing:
     """Host memory for the tokens (int64) of the last few steps, at most ``max_rows`` each."""
 
-    def __init__(self, max_rows: int, device: GraphDevice) -> None:
-        self._device = device
+    def __init__(self, max_rows: int, device: GraphDevice, peers: Peers | None = None) -> None:
+        """``peers``: processes without which a step on the device does not end."""
+        self._device, self._peers = device, peers
         self._next = 0
         self._slots: list[PinnedSlot] = []
         if device.torch_device.type == "cuda":
@@ -55,4 +58,5 @@ class ReadbackRing:
         assert tokens_R.dtype is torch.int64
         assert tokens_R.is_contiguous()
         slot.fetch(tokens_R.data_ptr(), 8 * num_rows)
-        return Readback(self._hosts[index][:num_rows], slot.wait)
+        arrived = slot.wait if self._peers is None else partial(self._peers.wait_for, slot.is_done)
+        return Readback(self._hosts[index][:num_rows], arrived)

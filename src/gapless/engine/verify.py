@@ -17,8 +17,10 @@ import torch
 from gapless.attention.base import SINK_BLOCK
 from gapless.engine.build import OpenedEngine
 from gapless.engine.graph_set import GraphSet, select_inputs
-from gapless.engine.media_buffers import MediaBuffers
+from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.runner import ModelRunner
+from gapless.engine.verify_media import check_stale_rows, fill_media, may_be_media
+from gapless.errors import ConfigError
 from gapless.graphs.audit import Snapshot
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.check import CheckTarget, check
@@ -36,11 +38,13 @@ def verify_engine(
 ) -> CheckReport:
     """Check every phase that has graphs. ``only_few_sizes``: the smallest, a middle and the largest."""
     runner, model = opened.runner, opened.loaded.model
+    if isinstance(runner, ParallelRunner):
+        raise ConfigError("graphs are verified on one rank only: give --tensor-parallel-size=1")
     graphs, store = runner.graphs, runner.graphs.store
     with torch.no_grad():
         cache = _RandomCache.fill(opened, seed=seed)
         if graphs.media is not None:
-            _fill_media(graphs.media)
+            fill_media(graphs.media)
     bound = tolerance_for([opened.loaded.info.dtype]) if tolerance is None else tolerance
     roots: dict[str, object] = {"model": model}
     start = Snapshot(roots)
@@ -71,6 +75,8 @@ def verify_engine(
             choices=_choices(part, graphs),
         )
         reports.append(check(target, seed=seed, tolerance=bound))
+        if graphs.media is not None and part.phase is Phase.PREFILL:
+            check_stale_rows(target, graphs.media, reports[-1], seed=seed)
     with torch.no_grad():
         cache.clear()
         graphs.tokens.zero_()
@@ -169,7 +175,7 @@ class _TokenBatches:
             "drawn_rows": np.full(real.num_tokens, self.runner.max_num_reqs, dtype=np.int32),
             "positions": positions.astype(np.int32),
             "rope_positions": (positions + rng.integers(8, size=(3, len(positions)))).astype(np.int32),
-            "is_media": np.where(rng.integers(2, size=real.num_tokens), _may_be_media(real.num_tokens), 0),
+            "is_media": np.where(rng.integers(2, size=real.num_tokens), may_be_media(real.num_tokens), 0),
             "slot_mapping": (blocks * self.cache.block_size + positions % self.cache.block_size).astype(
                 np.int32
             ),
@@ -212,20 +218,6 @@ class _TokenBatches:
         needed = -(-(contexts + lens) // block_size)
         ends = np.cumsum(needed)
         return contexts, [free[end - n : end] for end, n in zip(ends, needed, strict=True)]
-
-
-def _may_be_media(num_tokens: int) -> np.ndarray:
-    """1 for the rows that batches may fill with media, int32: the same in every batch."""
-    return (np.arange(num_tokens, dtype=np.int32) % 3 != 0).astype(np.int32)
-
-
-def _fill_media(media: MediaBuffers) -> None:
-    """Random rows where batches may show media, NaN everywhere else: none of it may reach a result."""
-    allowed_T = torch.from_numpy(_may_be_media(len(media.embeds_TE))).bool()
-    for buffer in (media.embeds_TE, media.deepstack_TLE):
-        if buffer is not None:
-            buffer.normal_()
-            buffer[~allowed_T.to(buffer.device)] = float("nan")
 
 
 @dataclass(kw_only=False, slots=True)

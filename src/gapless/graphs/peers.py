@@ -9,6 +9,7 @@ says so at its next place and the others fail there too. Read ``capture.py`` for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -21,6 +22,10 @@ class Peers(Protocol):
     def first_problem(self, own: str | None = None) -> str | None:
         """What keeps the first process that has a problem from going on; None when all are well. Waits for
         every process. Raises ``RankError`` when one is gone."""
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait on the host until ``is_done``. Raises ``RankError`` when a process is gone meanwhile, for then
+        the device may wait for it for ever."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """Around every capture: what was queued before has ended, and collectives may be recorded."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 
 from gapless.env import prepare_nccl
 from gapless.errors import GraphError, RankError
-from gapless.parallel.one_shot import OneShotReducer
+from gapless.parallel.one_shot import OneShotReducer, find_one_shot
 from gapless.parallel.shard import Shard
 
 TIMEOUT_S = 600.0
@@ -53,10 +53,12 @@ class RankGroup:
         self.shard = Shard(rank=rank, size=size, group=next(_handles))
         self.torch_device = torch_device
         self.breaks = break_at_all_reduce
-        self.one_shot: OneShotReducer | None = None
+        self.sums_by = "NCCL" if torch_device.type == "cuda" else "gloo"
+        """In words, for the report."""
+        self._one_shot: OneShotReducer | None = None
         self._failure: RankError | None = None
         self._failed = threading.Event()
-        self._is_capturing = self._is_warm = self._is_closed = False
+        self._is_apart = self._is_capturing = self._is_warm = self._is_closed = False
         self._owns_world = not dist.is_initialized()
         timeout = timedelta(seconds=timeout_s)
         is_cuda = torch_device.type == "cuda"
@@ -108,9 +110,11 @@ class RankGroup:
 
     def all_reduce(self, partial: Tensor) -> None:
         """Sum over ranks, in place, on the current stream."""
+        if self._is_apart:
+            return
         self._check_capture()
-        if self.one_shot is not None and self.one_shot.serves(partial):
-            self.one_shot.all_reduce(partial)
+        if self._one_shot is not None and self._one_shot.serves(partial):
+            self._one_shot.all_reduce(partial)
             return
         with self._guarded():
             _wait(self._tensors.allreduce([partial], self._sum))
@@ -121,8 +125,9 @@ class RankGroup:
         self._check_capture()
         num_rows, local_columns = local_RC.shape
         gathered = local_RC.new_empty(self.size * num_rows, local_columns)
-        with self._guarded():
-            _wait(self._tensors._allgather_base(gathered, local_RC.contiguous(), self._gather))
+        if not self._is_apart:
+            with self._guarded():
+                _wait(self._tensors._allgather_base(gathered, local_RC.contiguous(), self._gather))
         side_by_side = gathered.view(self.size, num_rows, local_columns).transpose(0, 1)
         return side_by_side.reshape(num_rows, -1)[:, :num_columns].contiguous()
 
@@ -169,16 +174,39 @@ class RankGroup:
         finally:
             self._is_capturing = False
 
-    def use_one_shot(self, reducer: OneShotReducer | None) -> None:
-        """Sum small tensors by ``reducer`` from now on. Before anything is captured, on every rank alike."""
-        self.one_shot = reducer
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside the block sums and gathers leave any values, and wait for nobody: for runs that differ
+        between ranks and whose results nobody reads."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    def report(self) -> dict[str, Any]:
+        """For the report of an engine."""
+        return {"size": self.size, "sums_by": self.sums_by, "breaks_at_sums": self.breaks}
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Spin until the device is done. Raises ``RankError`` when a rank fails meanwhile: kernels that wait
+        for it may never end."""
+        while not is_done():
+            self.check()
+
+    def find_one_shot(self) -> None:
+        """Sum small tensors in one kernel from now on, where that is there and quicker. Every rank calls it,
+        before anything is captured."""
+        self._one_shot, self.sums_by = find_one_shot(
+            self._tensors, self.torch_device, agree=self.agree, from_first=self.from_first
+        )
 
     def close(self) -> None:
         """Leave the group; graphs that hold its collectives must be gone. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.one_shot = None
+        self._one_shot = None
         if self._failure is not None:
             self._abort()
         elif self.torch_device.type == "cuda":
@@ -223,6 +251,8 @@ class RankGroup:
 
     def _abort(self) -> None:
         """NCCL's kernels end then; gloo's calls end when their peer's process does."""
+        if self._one_shot is not None:
+            self._one_shot.release_waiting()
         for group, device in ((self._tensors, self.torch_device), (self._control, _CPU)):
             with suppress(RuntimeError, AttributeError):
                 group._get_backend(device).abort()

@@ -24,6 +24,8 @@ MAX_BYTES = 512 * 1024
 _ALIGNMENT = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 """What the kernel adds."""
+_NUM_RELEASES = 1000
+"""A step holds a few hundred sums that wait one after the other."""
 _NUM_SUMS, _NUM_REPEATS = 20, 5
 
 
@@ -42,9 +44,19 @@ class OneShotReducer:
         self.max_bytes = max_bytes
         self._group_name = group.group_name
         self._buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=torch_device)
-        symmetric_memory.rendezvous(self._buffer, group=self._group_name)
+        self._memory = symmetric_memory.rendezvous(self._buffer, group=self._group_name)
         self._sum = ops.one_shot_all_reduce_out
         self._copy_and_sum = getattr(ops, "one_shot_all_reduce_copy_out", None)
+
+    def release_waiting(self) -> None:
+        """A rank is gone: let a kernel that waits for its signal go on, so that the device becomes idle. What
+        it leaves behind is wrong; nobody may use it. Called from another thread than the steps'."""
+        rank, size = self._memory.rank, self._memory.world_size
+        with torch.cuda.stream(torch.cuda.Stream(self._buffer.device)):
+            pads = [self._memory.get_signal_pad(peer) for peer in range(size)]
+            for _ in range(_NUM_RELEASES):
+                for peer, pad in enumerate(pads):
+                    pad.fill_(int(peer == rank))  # ours: signalled; theirs: free to be signalled
 
     def serves(self, values: Tensor) -> bool:
         """Whether this sum is for the one kernel."""

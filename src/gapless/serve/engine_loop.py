@@ -103,6 +103,7 @@ class EngineLoop:
         raises."""
         while self._deadline_s is None or self._core.has_unfinished() or self._compiling:
             self._beat()
+            self._core.check()
             for message in self._channel.receive(self._wait_s()):
                 self._handle(message)
             if self._deadline_s is not None and self._clock() >= self._deadline_s:

@@ -22,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from gapless.env import changed_environment
-from gapless.errors import GaplessError, GraphError
+from gapless.errors import GaplessError, GraphError, RankError
 from gapless.serve.channel import Addresses, EngineChannel
 from gapless.serve.engine_loop import EngineLoop
 from gapless.serve.messages import EngineInfo, Failed, FromEngine, Progress, Ready
@@ -114,7 +114,7 @@ def _serve(open_engine: EngineOpener, channel: EngineChannel) -> int:
 
 def _failure(error: BaseException, *, doing: str) -> Failed:
     """A sentence for what a user can change, with the traceback in the log for everything else."""
-    is_user_error = isinstance(error, GaplessError) and not isinstance(error, GraphError)
+    is_user_error = isinstance(error, GaplessError) and not isinstance(error, GraphError | RankError)
     if is_user_error:
         return Failed(message=str(error), is_user_error=True)
     logger.error("%s failed", doing, exc_info=error)

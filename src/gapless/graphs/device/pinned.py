@@ -36,6 +36,10 @@ class PinnedSlot:
         """Until the last copy has ended; the thread spins, which sees it soonest."""
         self._event.synchronize()
 
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event.query()
+
     def send(self, address: int, num_bytes: int) -> None:
         """Queue a copy of the first ``num_bytes`` to the device memory at ``address``, on the current
         stream."""

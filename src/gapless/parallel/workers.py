@@ -1,0 +1,187 @@
+"""The other ranks as the first one sees them: started, spoken to, watched, ended.
+
+Processes are started by a fresh interpreter and not by ``multiprocessing``, whose spawning would run the
+caller's script again. A thread watches every lifeline. Invariants: when one rank fails or dies, the reason is
+noted, all others are ended and whoever waits in a collective is woken; after ``close`` no process is left.
+Read ``wire.py`` for the connections.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gapless.errors import GaplessError, RankError
+from gapless.parallel.wire import RankWires, connection_of, inherited_pair, watch_lifelines
+
+_END_S = 10.0
+"""A rank that was told to end and has not done so by then is killed."""
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from importlib import import_module; module, _, name = sys.argv[2].partition(':'); "
+    "getattr(import_module(module), name)(*map(int, sys.argv[3:]))"
+)
+
+
+class Workers:
+    """Ranks 1 to N - 1. ``processes`` is empty where somebody else has started them."""
+
+    def __init__(self, wires: Sequence[RankWires], processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self._wires, self._processes = list(wires), list(processes)
+        self._failure: GaplessError | None = None
+        self._failed = threading.Event()
+        self._is_closing = False
+        self._on_failure: list[Callable[[RankError], None]] = []
+        self._lock = threading.Lock()
+        self._watch = watch_lifelines(self._wires, on_failure=self._fail, describe=self._describe)
+
+    @classmethod
+    def start(cls, num_others: int, *, entry: str) -> Workers:
+        """Start a process for each, which calls ``entry`` (``module:function``) with its rank and two file
+        descriptors: commands and lifeline."""
+        wires, processes = [], []
+        try:
+            for rank in range(1, num_others + 1):
+                ours, theirs = zip(inherited_pair(), inherited_pair(), strict=True)
+                descriptors = [end.fileno() for end in theirs]
+                arguments = [json.dumps(sys.path), entry, str(rank), *map(str, descriptors)]
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=descriptors,
+                    )
+                )
+                for end in theirs:
+                    end.close()
+                commands, lifeline = map(connection_of, ours)
+                wires.append(RankWires(rank=rank, commands=commands, lifeline=lifeline))
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        return cls(wires, processes)
+
+    @property
+    def failure(self) -> GaplessError | None:
+        return self._failure
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that were started here, in the order of their ranks."""
+        return [process.pid for process in self._processes]
+
+    def check(self) -> None:
+        """Raises the reason when the ranks cannot go on."""
+        if self._failure is not None:
+            raise _again(self._failure)
+
+    def on_failure(self, callback: Callable[[RankError], None]) -> None:
+        """``callback`` is called once with the reason, from another thread or, if it is known already, at
+        once."""
+        with self._lock:
+            self._on_failure.append(callback)
+            failure = self._failure
+        if failure is not None:
+            callback(RankError(str(failure)))
+
+    def send(self, message: Any) -> None:
+        """To every rank. Raises the reason when one is gone."""
+        for wire in self._wires:
+            try:
+                wire.commands.send(message)
+            except OSError as error:
+                self._wait_for_reason(error)
+
+    def receive(self) -> list[Any]:
+        """One message from every rank, in order."""
+        answers = []
+        for wire in self._wires:
+            try:
+                answers.append(wire.commands.recv())
+            except (EOFError, OSError) as error:
+                self._wait_for_reason(error)
+        return answers
+
+    def fail(self, error: GaplessError) -> None:
+        """The first rank itself cannot go on."""
+        self._fail(error)
+
+    def close(self) -> None:
+        """End every rank, and wait for that. Safe to call twice."""
+        self._is_closing = True
+        for wire in self._wires:
+            with suppress(OSError):
+                wire.commands.send(None)
+        if self._failure is not None:
+            self._kill()
+        for process in self._processes:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if not self._processes and self._failure is None:
+            self._wait_for_farewells()
+        for wire in self._wires:
+            wire.close()
+        self._wires, self._processes = [], []
+
+    def _fail(self, error: GaplessError) -> None:
+        with self._lock:
+            if self._is_closing or self._failure is not None:
+                return
+            self._failure = error
+            callbacks = list(self._on_failure)
+        self._failed.set()
+        for callback in callbacks:
+            callback(RankError(str(error)))
+        self._kill()
+
+    def _kill(self) -> None:
+        """Whoever waits for one of them in a collective is woken by that."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for wire in self._wires:  # of ranks that somebody else has started
+            with suppress(OSError):
+                wire.lifeline.close()
+
+    def _wait_for_reason(self, error: BaseException) -> None:
+        self._failed.wait(2.0)
+        self.check()
+        raise RankError(f"a rank does not answer any more: {error}") from error
+
+    def _wait_for_farewells(self) -> None:
+        """Of ranks whose process is somebody else's: until they have left the group."""
+        for wire in self._wires:
+            with suppress(EOFError, OSError):
+                if wire.commands.poll(_END_S):
+                    wire.commands.recv()
+
+    def _describe(self, rank: int) -> str:
+        if not self._processes:
+            return f"rank {rank} is gone"
+        try:
+            code = self._processes[rank - 1].wait(1.0)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} has closed its connection"
+        if code < 0:
+            with suppress(ValueError):
+                return f"rank {rank} was killed by {signal.Signals(-code).name}"
+        return f"rank {rank} has ended with exit code {code}"
+
+
+def _again(error: GaplessError) -> GaplessError:
+    """A fresh error like ``error``: one that is raised twice would carry two tracebacks."""
+    try:
+        return type(error)(str(error))
+    except TypeError:
+        return RankError(str(error))
