@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from gapless.engine.core import EngineCore
 from gapless.engine.step import ScheduledBatch, StepResult, TokenLogprob
 from gapless.errors import ConfigError
@@ -137,6 +139,18 @@ class OpenFake:
         progress("weights", 2, 2)
         core = make_core(max_num_reqs=self.max_num_reqs, num_blocks=self.num_blocks, step_s=self.step_s)
         return ServedEngine(core=core, info=make_info(core))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenShowing:
+    """An opener whose engine tells the values of environment variables as its configuration."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, progress: ReportProgress) -> ServedEngine:
+        core = make_core()
+        config = {name: os.environ.get(name) for name in self.names}
+        return ServedEngine(core=core, info=msgspec.structs.replace(make_info(core), config=config))
 
 
 def make_core(*, max_num_reqs: int = 8, num_blocks: int = 1000, step_s: float = 0.0) -> EngineCore:
