@@ -226,6 +226,12 @@ def test_model_info_follows_the_config(case: str, tmp_path: Path) -> None:
         "max_model_len": 64,
         "dtype": torch.float32,
         "eos_token_ids": (config.eos_token_id,) if config.eos_token_id is not None else (),
+        "num_experts": 0,
+        "rope_axes": 1,
+        "num_deepstack": 0,
+        "is_multimodal": False,
+        "image_token_id": None,
+        "video_token_id": None,
     }
 
 

@@ -11,17 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gapless.errors import ConfigError
-from gapless.models.base import ModelInfo
-from gapless.models.moe import MOE_OP, MixtureOfExperts
+from gapless.models.moe import MixtureOfExperts
+from gapless.models.moe_config import MOE_OP
 
 ExpertLayers = Mapping[int, MixtureOfExperts]
 """By layer index."""
-
-
-def expert_ops(info: ModelInfo) -> tuple[str, ...]:
-    """Where ``tc_piecewise`` cuts a model besides attention if nobody says otherwise, and what breakable
-    graphs break at if ``splitting_ops`` names it."""
-    return (MOE_OP,) if info.num_experts else ()
 
 
 def set_breaks(layers: ExpertLayers, splitting_ops: tuple[str, ...] | None) -> None:

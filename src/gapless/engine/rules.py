@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gapless.attention.registry import get_backend_support
-from gapless.engine.experts import expert_ops
 from gapless.errors import ConfigError
 from gapless.graphs.capabilities import (
     AVAILABLE_STRATEGIES,
@@ -24,6 +23,7 @@ from gapless.graphs.capabilities import (
     Capabilities,
 )
 from gapless.graphs.modes import Phase, Strategy
+from gapless.models.moe_config import expert_ops
 
 if TYPE_CHECKING:
     from gapless.config import EngineConfig
@@ -182,5 +182,5 @@ def capabilities_for(
         max_total_tokens=max_total_tokens,
         prefill_max_cap=prefill_max_cap(info, is_mla=is_mla),
         whole_graph_passes=whole_graph_passes,
-        break_ops=expert_ops(info),
+        break_ops=expert_ops(info.num_experts),
     )

@@ -35,9 +35,6 @@ from gapless.models.grouped_experts import check_grouped_mm, choose_experts, gro
 from gapless.models.layers import Linear, Placement, WeightTarget, empty_parameter
 from gapless.models.moe_config import ExpertConfig
 
-MOE_OP = "gapless::moe_layer"
-"""A layer's whole mixture of experts, router included, as one opaque operator."""
-
 small_linear = direct(linear.small_linear)
 route_tokens = direct(moe.route_tokens)
 expert_gate_up, expert_down = direct(moe.expert_gate_up), direct(moe.expert_down)

@@ -16,6 +16,17 @@ from typing import Any, Protocol
 from gapless.errors import ModelError
 
 
+MOE_OP = "gapless::moe_layer"
+"""A layer's whole mixture of experts, router included, as one opaque operator (in ``moe.py``; its name is
+here for those that must not wait for torch)."""
+
+
+def expert_ops(num_experts: int) -> tuple[str, ...]:
+    """Where ``tc_piecewise`` cuts a model besides attention if nobody says otherwise, and what breakable
+    graphs break at if ``splitting_ops`` names it."""
+    return (MOE_OP,) if num_experts else ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertNames:
     """How checkpoints call the tensors of a layer's experts."""

@@ -22,7 +22,7 @@ from gapless.graphs.capabilities import GraphRequest
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.plan import resolve
 from gapless.models.base import ModelInfo
-from gapless.models.moe import MOE_OP
+from gapless.models.moe_config import MOE_OP
 from gapless.sampling.params import SamplingParams
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 2

@@ -39,6 +39,7 @@ class Info:
     max_model_len: int = 40960
     vocab_size: int = 151936
     is_multimodal: bool = False
+    num_experts: int = 0
 
 
 def capabilities(info: Info | None = None, **facts):
