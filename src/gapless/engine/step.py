@@ -169,6 +169,9 @@ class MediaFeed(Protocol):
     def forget(self) -> None:
         """Weights may have changed: nothing is kept that no running sequence needs."""
 
+    def report(self) -> dict[str, Any]:
+        """``embedding_cache`` and ``encoder``: what each did."""
+
 
 class StepRunner(Protocol):
     """The engine's view of a model on a device. The facts are fixed when it is built."""

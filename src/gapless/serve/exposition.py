@@ -36,6 +36,7 @@ _GAUGES = (
     ("gapless:graph_capture_seconds", "capture_s", "Time spent on capturing them."),
     ("gapless:graph_pool_bytes", "pool_bytes", "Memory of the graphs' pools."),
     ("gapless:graph_driver_bytes", "driver_bytes", "Memory the driver keeps for the graphs."),
+    ("gapless:embedding_cache_bytes", "embedding_cache_bytes", "Embeddings of images that are kept."),
     ("gapless:engine_uptime_seconds", "uptime_s", "Since the engine was ready."),
 )
 _COUNTERS = (
@@ -44,6 +45,10 @@ _COUNTERS = (
     ("vllm:generation_tokens", "generation_tokens", "Generated tokens."),
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("gapless:media_encoded", "media_encoded", "Images and videos that the encoder has run over."),
+    ("gapless:embedding_cache_hits", "embedding_cache_hits", "Images whose embeddings were there already."),
+    ("gapless:embedding_cache_evictions", "embedding_cache_evictions", "Embeddings given up for others."),
+    ("gapless:encoder_captures", "encoder_captures", "Encoder graphs captured while serving."),
     ("gapless:engine_steps", "num_steps", "Steps of the engine."),
     ("gapless:requests_refused", "requests_refused", "Requests that the engine refused."),
 )

@@ -18,11 +18,12 @@ Stats = Mapping[str, Any]
 
 _SUMS = (
     *("num_preemptions", "prompt_tokens", "generation_tokens", "num_steps", "requests_refused"),
-    *("prefix_cache_queries", "prefix_cache_hits"),
+    *("prefix_cache_queries", "prefix_cache_hits", "media_encoded", "embedding_cache_hits"),
+    *("embedding_cache_evictions", "encoder_captures"),
 )
 _GAUGES = (
     *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_graphs", "capture_s"),
-    *("pool_bytes", "driver_bytes"),
+    *("pool_bytes", "driver_bytes", "embedding_cache_bytes"),
 )
 _HISTOGRAMS = ("queue_time_s", "step_time_s")
 _TABLES = {

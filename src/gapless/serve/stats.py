@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from gapless.engine.core import EngineCore
@@ -70,6 +70,14 @@ class EngineStats(TypedDict):
     """Prompt tokens looked up in the prefix cache; 0 without one."""
     prefix_cache_hits: int
     """Prompt tokens found there."""
+    media_encoded: NotRequired[int]
+    """Images and videos that the encoder has made rows of; this and the next ones only with an encoder."""
+    embedding_cache_hits: NotRequired[int]
+    """Images and videos of steps whose rows were there already."""
+    embedding_cache_evictions: NotRequired[int]
+    embedding_cache_bytes: NotRequired[int]
+    encoder_captures: NotRequired[int]
+    """Graphs of the encoder captured while serving (exact mode)."""
     queue_time_s: HistogramRecord
     """From a request's arrival in the engine to its first step."""
     step_time_s: HistogramRecord
@@ -119,7 +127,7 @@ def collect_stats(
     everything is captured."""
     scheduler = core.scheduler
     allocator, cache = scheduler.allocator, scheduler.prefix_cache
-    return {
+    stats: EngineStats = {
         "uptime_s": uptime_s,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
@@ -144,3 +152,15 @@ def collect_stats(
         "step_time_s": counters.step_time_s.record(),
         "recent_steps": [list(record) for record in recent_steps],
     }
+    if core.runner.media is not None:
+        _add_media(stats, core.runner.media.report())
+    return stats
+
+
+def _add_media(stats: EngineStats, report: Mapping[str, Any]) -> None:
+    cache, encoder = report["embedding_cache"], report["encoder"].get("encoder", {})
+    stats["media_encoded"] = cache["encoded"]
+    stats["embedding_cache_hits"] = cache["hits"]
+    stats["embedding_cache_evictions"] = cache["evicted"]
+    stats["embedding_cache_bytes"] = cache["bytes"]
+    stats["encoder_captures"] = encoder.get("captures", 0)
