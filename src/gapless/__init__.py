@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from gapless.graphs.arguments import Input
     from gapless.graphs.breakable import eager_break
+    from gapless.graphs.encoder import ImageBatch, encoder_graphs
     from gapless.graphs.graphed import graphed
     from gapless.graphs.real_sizes import num_real
     from gapless.llm import LLM
@@ -34,6 +35,7 @@ _HOME = {
     "ConfigError": "gapless.errors",
     "GaplessError": "gapless.errors",
     "GraphError": "gapless.errors",
+    "ImageBatch": "gapless.graphs.encoder",
     "Input": "gapless.graphs.arguments",
     "LLM": "gapless.llm",
     "Logprob": "gapless.engine.outputs",
@@ -44,6 +46,7 @@ _HOME = {
     "SamplingParams": "gapless.sampling.params",
     "StructuredOutputsParams": "gapless.sampling.structured",
     "eager_break": "gapless.graphs.breakable",
+    "encoder_graphs": "gapless.graphs.encoder",
     "graphed": "gapless.graphs.graphed",
     "num_real": "gapless.graphs.real_sizes",
 }
@@ -55,6 +58,7 @@ __all__ = [
     "ConfigError",
     "GaplessError",
     "GraphError",
+    "ImageBatch",
     "Input",
     "Logprob",
     "MemoryLimitError",
@@ -64,6 +68,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "eager_break",
+    "encoder_graphs",
     "graphed",
     "num_real",
 ]

@@ -32,6 +32,7 @@ STRATEGIES = {
     "vision_transformer": "full",
     "diffusion_blocks": "full",
     "mlp_with_break": "breakable",
+    "encode_images": "full",
 }
 
 
