@@ -57,17 +57,37 @@ class MediaAccess:
                 )
 
     def read(
-        self, url: str, *, kind: str, max_bytes: int, name: str, resolve: Resolve | None = None
+        self,
+        url: str,
+        *,
+        kind: str,
+        max_bytes: int,
+        name: str,
+        timeout_s: float | None = None,
+        resolve: Resolve | None = None,
     ) -> bytes:
-        """The bytes behind ``url``. ``kind``: ``image`` or ``video``, for the type of data URLs. ``name``
-        begins every error; ``resolve`` replaces the system's look-up of names. Raises ``RequestError``."""
+        """The bytes behind ``url``. Raises ``RequestError``.
+
+        ``kind``: ``image`` or ``video``, for the type of data URLs. ``name`` begins every error.
+        ``timeout_s``: for the web; else ``FETCH_TIMEOUT_S``. ``resolve`` replaces the system's look-up
+        of names.
+        """
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
             return read_data_url(url, kind=kind, max_bytes=max_bytes, name=name)
         if scheme == "file":
             return self._read_file(url, kind=kind, max_bytes=max_bytes, name=name)
         if scheme in _DEFAULT_PORTS:
-            return self._read_web(url, kind=kind, max_bytes=max_bytes, name=name, resolve=resolve)
+            self._check_web(kind, name)
+            return fetch(
+                url,
+                self._judge,
+                max_bytes=max_bytes,
+                max_redirects=MAX_REDIRECTS,
+                timeout_s=FETCH_TIMEOUT_S if timeout_s is None else timeout_s,
+                name=name,
+                resolve=resolve,
+            )
         raise RequestError(
             f"{name}: {_shown(url)!r} is no URL that can be read; send data:{kind}/...;base64,... (or an "
             "http, https or file URL where the server allows it)"
@@ -93,21 +113,12 @@ class MediaAccess:
             raise outside
         return _read_regular(path, shown=_shown(text), max_bytes=max_bytes, name=name)
 
-    def _read_web(self, url: str, *, kind: str, max_bytes: int, name: str, resolve: Resolve | None) -> bytes:
+    def _check_web(self, kind: str, name: str) -> None:
         if not self.domains:
             raise RequestError(
                 f"{name}: nothing is fetched from the web; send the {kind} as a data URL, or start the "
                 "server with --allowed-media-domains"
             )
-        return fetch(
-            url,
-            self._judge,
-            max_bytes=max_bytes,
-            max_redirects=MAX_REDIRECTS,
-            timeout_s=FETCH_TIMEOUT_S,
-            name=name,
-            resolve=resolve,
-        )
 
     def _judge(self, url: str, name: str) -> WebTarget:
         """What to connect to for ``url``, and which addresses are fit. Raises ``RequestError``."""

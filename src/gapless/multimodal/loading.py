@@ -32,16 +32,20 @@ class MediaLoader:
     limits: MediaLimits = DEFAULT_LIMITS
     access: MediaAccess = field(default_factory=MediaAccess)
 
-    def image(self, url: str, *, name: str = "image") -> Image.Image:
-        """Raises ``RequestError``."""
+    def image(self, url: str, *, name: str = "image", timeout_s: float | None = None) -> Image.Image:
+        """``timeout_s``: for fetching it. Raises ``RequestError``."""
         images = _images()
-        data = self.access.read(url, kind="image", max_bytes=self.limits.max_image_bytes, name=name)
+        most = self.limits.max_image_bytes
+        data = self.access.read(url, kind="image", max_bytes=most, name=name, timeout_s=timeout_s)
         return images.decode_image(data, limits=self.limits, name=name)
 
-    def video(self, url: str, choose: ChooseFrames, *, name: str = "video") -> VideoFrames:
+    def video(
+        self, url: str, choose: ChooseFrames, *, name: str = "video", timeout_s: float | None = None
+    ) -> VideoFrames:
         """``choose`` says which frames are taken. Raises ``RequestError``."""
         videos = _videos()
-        data = self.access.read(url, kind="video", max_bytes=self.limits.max_video_bytes, name=name)
+        most = self.limits.max_video_bytes
+        data = self.access.read(url, kind="video", max_bytes=most, name=name, timeout_s=timeout_s)
         return videos.decode_video(data, choose, limits=self.limits, name=name)
 
 

@@ -66,7 +66,9 @@ def fetch(
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if time.monotonic() >= deadline_s:
-                raise RequestError(f"{name}: it was not there within {timeout_s:.0f} seconds") from None
+                raise RequestError(
+                    f"{name}: {target.host} did not send it within the {timeout_s:.1f} seconds there were"
+                ) from None
             raise RequestError(f"{name}: {target.host} could not be asked ({type(error).__name__})") from None
         if isinstance(result, bytes):
             return result

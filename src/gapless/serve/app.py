@@ -7,6 +7,8 @@ one call. Whatever an endpoint raises becomes an OpenAI error body in ``errors.p
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -61,7 +63,15 @@ def create_app(
         media=media,
         created=now(),
     )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if media is not None:
+            media.close()
+
     app = FastAPI(
+        lifespan=lifespan,
         title="Gapless",
         version=version(),
         docs_url=None,  # its pages load scripts from elsewhere

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gapless.errors import RequestError
+from gapless.multimodal.access import FETCH_TIMEOUT_S
 from gapless.multimodal.items import MediaPrompt
 from gapless.multimodal.loading import MediaLoader
 from gapless.serve.client import EngineBusyError
@@ -70,6 +71,8 @@ class MediaDesk:
         self._max_held = MAX_HELD_BODIES * settings.max_body_bytes
         num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="media")
+        # A slow web server may hold up those who ask it, but nobody who sends images along.
+        self._web_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="media-web")
         self._lock = threading.Lock()
         self.num_held = 0
         """Characters of URLs whose request waits for the pool or is in it."""
@@ -88,7 +91,9 @@ class MediaDesk:
                     retry_after_s=1.0,
                 )
             self.num_held += size
-        work = self._pool.submit(self._make, token_ids, parts, max_tokens)
+        asks_the_web = any(placed.part.url[:4].lower() == "http" for placed in parts)
+        pool = self._web_pool if asks_the_web else self._pool
+        work = pool.submit(self._make, token_ids, parts, max_tokens)
 
         def release(_: Future[Any]) -> None:  # done, or given up before it began
             with self._lock:
@@ -99,7 +104,8 @@ class MediaDesk:
 
     def close(self) -> None:
         """Give up what has not begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._web_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_counts(self, parts: Sequence[PlacedPart]) -> None:
         counts: Counter[str] = Counter()
@@ -118,24 +124,27 @@ class MediaDesk:
 
     def _make(self, token_ids: Sequence[int], parts: Sequence[PlacedPart], max_tokens: int) -> MediaPrompt:
         start = time.perf_counter()
+        deadline_s = time.monotonic() + FETCH_TIMEOUT_S
         images: list[Image.Image] = []
         videos: list[VideoFrames] = []
         num_pixels = 0
         for placed in parts:
+            url, name = placed.part.url, placed.name
+            left_s = max(0.001, deadline_s - time.monotonic())
             try:
                 if placed.part.media_kind == "image":
-                    image = self._loader.image(placed.part.url, name=placed.name)
+                    image = self._loader.image(url, name=name, timeout_s=left_s)
                     if placed.part.detail == "low":
                         image.thumbnail((LOW_DETAIL_PIXELS, LOW_DETAIL_PIXELS))
                     images.append(image)
                     num_pixels += image.width * image.height
                 else:
-                    video = self._loader.video(placed.part.url, self._sampling.choose, name=placed.name)
+                    video = self._loader.video(url, self._sampling.choose, name=name, timeout_s=left_s)
                     videos.append(video)
                     num_pixels += video.frames_FHWC.size // 3
-                self._check_pixels(num_pixels, placed.name)
+                self._check_pixels(num_pixels, name)
             except RequestError as error:
-                raise ApiError(str(error), param=placed.name, code="invalid_value") from None
+                raise ApiError(str(error), param=name, code="invalid_value") from None
         prompt = self._processor.prompt(token_ids, images=images, videos=videos, max_tokens=max_tokens)
         seconds = time.perf_counter() - start
         with self._lock:

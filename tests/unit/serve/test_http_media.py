@@ -369,10 +369,10 @@ class TestPool:
         opened, started = threading.Event(), threading.Semaphore(0)
         load = MediaLoader.image
 
-        def slow(self, url, *, name):
+        def slow(self, url, **options):
             started.release()
             assert opened.wait(10)
-            return load(self, url, name=name)
+            return load(self, url, **options)
 
         monkeypatch.setattr(MediaLoader, "image", slow)
         yield opened, started
