@@ -23,7 +23,7 @@ from gapless.engine.compiled_forward import CompiledForwards, make_compiled_forw
 from gapless.engine.experts import ExpertLoad, set_breaks
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.media import StepMedia
-from gapless.engine.media_setup import embedding_cache_bytes, make_encoder
+from gapless.engine.media_setup import embedding_cache_bytes, make_encoder, measure_media
 from gapless.engine.memory import MemoryEstimate, measure, num_blocks_on_gpu, report_of
 from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.penalties import most_bytes
@@ -161,6 +161,7 @@ class _Build:
         self.num_kv_heads: int = self.model.attention_layers()[0].num_kv_heads
         """Of this rank."""
         self.encoder: MediaEncoder | None = None
+        self.log = StepLog()
         self.progress = progress
         self.device: GraphDevice = get_device(torch_device)
         device_type = self.device.torch_device.type
@@ -187,7 +188,7 @@ class _Build:
             max_reqs=limits.max_num_reqs,
             reason=f"one step holds at most {limits.max_num_tokens} tokens of {limits.max_num_reqs} requests",
         )
-        log = StepLog()
+        log = self.log
         store = GraphStore(self.device, peers=self.group)
         graphs = self._graph_set(store, plan, limits)
         rows = RowGraphs(_row_sizes(plan, limits), log)
@@ -236,10 +237,8 @@ class _Build:
         """Before the cache is sized, so that what its graphs take is not free any more by then."""
         with self._stage("encoder"):
             if self.encoder is None:
-                self.encoder = make_encoder(self.config, self.loaded, device=self.device)
-            self._report("encoder", 0, 1)
-            self.encoder.capture()
-            self._report("encoder", 1, 1)
+                self.encoder = make_encoder(self.config, self.loaded, device=self.device, log=self.log)
+            self.encoder.capture(lambda done, total: self._report("encoder", done, total))
 
     def _step_media(self, graphs: GraphSet) -> StepMedia | None:
         if self.encoder is None or graphs.media is None:
@@ -282,10 +281,15 @@ class _Build:
         limits = self._limits(self.max_model_len * self.max_num_reqs)
         self._make_cache(MIN_BLOCKS)
         penalty_bytes = most_bytes(max_num_reqs=self.max_num_reqs, vocab_size=self.info.vocab_size)
+        media_bytes = 0
+        if self.encoder is not None:
+            media_bytes = measure_media(self.encoder, self.config, self.loaded, device=self.device)
+            self.log.clear()  # that was no traffic
         estimate = measure(
             self.device,
             lambda store: self._runners(store, plan, limits),
             penalty_bytes=penalty_bytes,
+            media_bytes=media_bytes,
             peers=self.group,
         )
         num_blocks = num_blocks_on_gpu(

@@ -116,7 +116,14 @@ class StepMedia:
         self.cache.forget()
 
     def report(self) -> dict[str, Any]:
-        return {"embedding_cache": self.cache.report(), "encoder": self.encoder.report()}
+        return {"embedding_cache": self.cache.report(), "encoder": self.encoder.report()["encoder"]}
+
+    def add_graphs(self, report: dict[str, Any]) -> dict[str, Any]:
+        """``report`` of an engine with the encoder's graphs beside the decoder's."""
+        own = self.encoder.report()
+        memory = {name: value + own["memory"][name] for name, value in report["memory"].items()}
+        lists = {name: report[name] + own[name] for name in ("graphs", "failures")}
+        return {**report, **lists, "memory": memory}
 
     def shut_down(self) -> None:
         """Give graphs, buffers and embeddings back. Safe to call twice."""

@@ -37,13 +37,16 @@ class MemoryEstimate:
     static_bytes: int
     penalty_bytes: int = 0
     """Token counts of requests with penalties, made when the first one comes."""
+    media_bytes: int = 0
+    """Of a model with a vision encoder: embeddings that are kept, and the encoder's largest run."""
     failures: tuple[FailedCapture, ...] = ()
     """Sizes whose capture failed while measuring: they are not tried again."""
 
     @property
     def total_bytes(self) -> int:
         graph_bytes = int((self.pool_bytes + self.driver_bytes) * _MARGIN)
-        return graph_bytes + self.activation_bytes + self.static_bytes + self.penalty_bytes
+        steps_bytes = graph_bytes + self.activation_bytes + self.static_bytes
+        return steps_bytes + self.penalty_bytes + self.media_bytes
 
     def to_dict(self) -> dict[str, int]:
         return {
@@ -52,6 +55,7 @@ class MemoryEstimate:
             "activation_bytes": self.activation_bytes,
             "static_bytes": self.static_bytes,
             "penalty_bytes": self.penalty_bytes,
+            "media_bytes": self.media_bytes,
             "total_bytes": self.total_bytes,
         }
 
@@ -72,13 +76,14 @@ def measure(
     make_runners: Callable[[GraphStore], list[tuple[GraphRunner, list[BatchDescriptor]]]],
     *,
     penalty_bytes: int = 0,
+    media_bytes: int = 0,
     peers: Peers | None = None,
 ) -> MemoryEstimate:
     """Capture the two largest sizes of each runner in a throwaway store and extrapolate (CUDA only).
 
-    ``penalty_bytes`` are set aside unmeasured. Sizes that cannot be captured are passed over and returned as
-    ``failures``. Raises ``MemoryLimitError`` when the largest step does not even run eagerly for lack of
-    memory.
+    ``penalty_bytes`` and ``media_bytes`` are set aside. Sizes that cannot be captured are passed over and
+    returned as ``failures``. Raises ``MemoryLimitError`` when the largest step does not even run eagerly for
+    lack of memory.
     """
     _empty_caches(device)
     free_before = device.memory().free_bytes
@@ -108,6 +113,7 @@ def measure(
         activation_bytes=activation_bytes,
         static_bytes=static_bytes,
         penalty_bytes=penalty_bytes,
+        media_bytes=media_bytes,
         failures=tuple(store.failures),
     )
 

@@ -148,7 +148,9 @@ class ModelRunner:
 
     def _make_report(self) -> dict[str, Any]:
         report = build_report(plan=self.plan.to_dict(), store=self._graphs.store, log=self.log)
-        media = None if self.media is None else self.media.report()
+        media = None
+        if self.media is not None:
+            report, media = self.media.add_graphs(report), self.media.report()
         compiled = self._graphs.compiled.report()
         experts = None
         if self._expert_load is not None:

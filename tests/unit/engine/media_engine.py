@@ -7,7 +7,7 @@ up in a step can be told apart, and every call is on record.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,12 @@ class NamedEncoder:
         made = torch.randn((1 + layers, item.num_tokens, size), generator=generator, dtype=self.info.dtype)
         return EncodedMedia(embeds_NE=made[0], deepstack_LNE=made[1:] if layers else None)
 
-    def capture(self) -> None:
+    def capture(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         pass
 
     def report(self) -> dict[str, Any]:
-        return {"graphs": [], "calls": len(self.calls)}
+        memory = {"pool_bytes": 0, "driver_bytes": 0, "capture_s": 0.0}
+        return {"graphs": [], "failures": [], "memory": memory, "encoder": {"calls": len(self.calls)}}
 
     def release(self) -> None:
         self.is_released = True

@@ -87,7 +87,7 @@ def sizes(*num_tokens: int) -> list[BatchDescriptor]:
 
 
 def estimate(**values: int) -> MemoryEstimate:
-    names = ("pool_bytes", "driver_bytes", "activation_bytes", "static_bytes", "penalty_bytes")
+    names = ("pool_bytes", "driver_bytes", "activation_bytes", "static_bytes", "penalty_bytes", "media_bytes")
     return MemoryEstimate(**{name: values.get(name, 0) for name in names})
 
 

@@ -12,6 +12,7 @@ from gapless.cli.main import app
 from gapless.config import EngineConfig
 from gapless.engine.rules import (
     DENIED_ARCHITECTURES,
+    MULTIMODAL_ALLOWED,
     RULES,
     Feature,
     capabilities_for,
@@ -144,7 +145,20 @@ def test_a_denied_architecture_turns_prefill_graphs_off_by_itself(architecture):
 
 @pytest.mark.parametrize(("is_multimodal", "expected"), [(False, set()), (True, {Feature.MULTIMODAL})])
 def test_a_multimodal_model_is_off_until_it_is_on_the_list(is_multimodal, expected):
-    assert model_features("Qwen3VLForConditionalGeneration", is_multimodal=is_multimodal) == expected
+    assert model_features("LlavaForConditionalGeneration", is_multimodal=is_multimodal) == expected
+
+
+@pytest.mark.parametrize("architecture", sorted(MULTIMODAL_ALLOWED))
+def test_a_multimodal_model_on_the_list_has_prefill_graphs(architecture):
+    plan = resolve(GraphRequest(), capabilities(Info(architecture=architecture, is_multimodal=True)))
+    assert plan.prefill.strategy is Strategy.BREAKABLE
+
+
+def test_naming_a_backend_overrides_the_list():
+    unlisted = Info(architecture="LlavaForConditionalGeneration", is_multimodal=True)
+    assert resolve(GraphRequest(), capabilities(unlisted)).prefill.strategy is Strategy.DISABLED
+    named = resolve(GraphRequest(prefill=Strategy.BREAKABLE), capabilities(unlisted))
+    assert named.prefill.strategy is Strategy.BREAKABLE
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ cached for as long as the caller likes. ``N`` placeholder tokens of an item, ``E
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,11 +31,12 @@ class MediaEncoder(Protocol):
     def encode(self, items: Sequence[MediaItem]) -> list[EncodedMedia]:
         """Embeddings of ``items``, in their order; several may share one replay."""
 
-    def capture(self) -> None:
-        """Capture what is captured at start-up (token budgets); nothing in exact mode or without graphs."""
+    def capture(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture what is captured at start-up (token budgets); nothing in exact mode or without graphs.
+        ``on_progress`` is told how many are done, and of how many."""
 
     def report(self) -> dict[str, Any]:
-        """Graphs, hits, padding, reasons for eager runs; the schema of ``graphs/report.py`` for its part."""
+        """The schema of ``graphs/report.py`` for its part, and ``encoder`` with what only encoders have."""
 
     def release(self) -> None:
         """Give graphs and buffers back. Safe to call twice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gapless.graphs.device.base import GraphDevice
@@ -39,8 +39,8 @@ class TowerEncoder:
             for rows in self.runner.run(items)
         ]
 
-    def capture(self) -> None:
-        self.runner.capture()
+    def capture(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.runner.capture(on_progress=on_progress)
 
     def report(self) -> dict[str, Any]:
         return self.runner.report()
