@@ -93,6 +93,13 @@ class EncoderRunner(Generic[ItemT]):
     def generation(self) -> Generation | None:
         return self._graphs.generation if self._graphs is not None else None
 
+    @property
+    def static_bytes(self) -> int:
+        """Inputs, workspaces and outputs: what graphs need beside their pool."""
+        if self._memory is None or self.generation is None:
+            return 0
+        return self._memory.num_bytes + self.generation.output_bytes
+
     def buffers(self) -> dict[str, Tensor]:
         """All static memory by name: inputs, workspaces, outputs."""
         if self._memory is None or self.generation is None:
@@ -159,7 +166,7 @@ class EncoderRunner(Generic[ItemT]):
         found: dict[str, Any] = {
             "mode": str(self.mode),
             "max_tokens": self.ladder[-1],
-            "static_bytes": self._memory.num_bytes if self._memory is not None else 0,
+            "static_bytes": self.static_bytes,
             "tokens": tokens,
             "padding": padding,
             "padding_share": round(padding / (tokens + padding), 4) if padding else 0.0,

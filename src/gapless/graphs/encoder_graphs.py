@@ -80,6 +80,10 @@ class Generation:
         return {field.name: self._runner.output_buffer(field.name) for field in self._adapter.outputs}
 
     @property
+    def output_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.outputs.values())
+
+    @property
     def num_graphs(self) -> int:
         return len(self.store.ledger)
 
@@ -110,18 +114,13 @@ class Generation:
         """Replay, or with mode NONE run padded eager; the real rows, in static memory."""
         return self._runner.run(descriptor, mode, values, num_real=num_real)
 
-    def time(self, descriptor: BatchDescriptor, values: Values, *, repeats: int) -> float:
-        """Seconds of a run that fills ``descriptor``; it is no traffic and leaves no trace in the ledger."""
-        sizes = self._runs[descriptor].sizes
-        device = self.memory.device
-        with device.stream_scope():
-            seconds = device.time(
-                lambda: self.run(descriptor, RuntimeMode.FULL, values, num_real=sizes), repeats=repeats
-            )
+    def time(self, descriptor: BatchDescriptor, *, repeats: int) -> float:
+        """Seconds of a replay by itself. It is no traffic and leaves no trace in the ledger."""
         entry = self.store.get(GraphKey(Phase.ENCODER, RuntimeMode.FULL, descriptor))
         assert entry is not None, "only captured sizes are timed"
-        entry.row.replays = entry.row.tokens = entry.row.padding = 0
-        return seconds
+        device = self.memory.device
+        with device.stream_scope():
+            return device.time(entry.program.replay, repeats=repeats)
 
     def release(self) -> None:
         """Fence, reset every graph, drop pool and outputs. Safe to call twice."""

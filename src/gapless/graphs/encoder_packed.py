@@ -82,8 +82,7 @@ class BudgetGraphs:
         if self.memory.device.torch_device.type == "cuda":
             for descriptor in self._descriptors:
                 if descriptor not in self._failed:
-                    values = adapter.dummy(adapter.most(descriptor.num_tokens))
-                    seconds[descriptor] = self.generation.time(descriptor, values, repeats=_TIMED_REPLAYS)
+                    seconds[descriptor] = self.generation.time(descriptor, repeats=_TIMED_REPLAYS)
         per_token = max((s / d.num_tokens for d, s in seconds.items()), default=1.0)
         return [
             Budget(

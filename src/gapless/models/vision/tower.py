@@ -122,10 +122,14 @@ class VisionTower:
         return side**2
 
     def prepare(self, items: Sequence[MediaItem]) -> Values:
-        arrays = [self.grids[item.grid_thw] for item in items]
+        patches_PC = torch.from_numpy(joined([item.patches_PC for item in items]))
+        return self._prepare(patches_PC, [item.grid_thw for item in items])
+
+    def _prepare(self, patches_PC: Tensor, grids: Sequence[Grid]) -> Values:
+        arrays = [self.grids[grid] for grid in grids]
         full_lens_N = joined([a.full_lens_N for a in arrays])
         values: dict[str, np.ndarray | Tensor] = {
-            "patches": torch.from_numpy(joined([item.patches_PC for item in items])),
+            "patches": patches_PC,
             "position_ids": joined([a.positions_P2 for a in arrays]),
             "cu_full_len": cumulative(full_lens_N),
             "cu_full_len_kk": full_lens_N,
@@ -140,12 +144,9 @@ class VisionTower:
     def dummy(self, sizes: Sizes) -> Values:
         """One image, a single row of merged units, that fills ``sizes``: every kernel has work to do."""
         units = sizes["merged"]
-        grid = (1, self.merge_size, units * self.merge_size)
-        patches_PC = np.zeros((units * self.granule, self.patch_values), np.float32)
-        item = MediaItem(
-            kind="image", patches_PC=patches_PC, grid_thw=grid, content_hash=b"", ranges=((0, units),)
-        )
-        return self.prepare([item])
+        shape = (units * self.granule, self.patch_values)
+        patches_PC = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._prepare(patches_PC, [(1, self.merge_size, units * self.merge_size)])
 
     def embed_patches(self, patches_PC: Tensor, projection: nn.Conv3d) -> Tensor:
         """A convolution whose kernel is the whole patch is a matrix product."""

@@ -1,0 +1,251 @@
+"""Latency of vision towers: encoder graphs against Transformers' own eager forward, with dummy weights.
+
+For one image of each size: Transformers (its default attention), our eager forward, budget graphs and exact
+graphs, from patches on the host to rows on the device. Then 8 small images in one call against 8 calls, what
+budgets cost at start-up, and what a hit in the exact cache costs over the replay of its graph alone.
+
+    python benchmarks/vision_encoder.py --output benchmarks/results/vision_encoder.json
+    python benchmarks/vision_encoder.py --tiny      # small towers on a CPU: only proves that it runs
+
+Prints a table to stderr and one line of JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gapless.attention.varlen import varlen_backends
+from gapless.bench.meta import describe_run
+from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.device import get_device
+from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.encoder import EncoderMode, EncoderOptions, EncoderRunner
+from gapless.graphs.encoder_exact import ExactGraphs
+from gapless.graphs.modes import Phase, RuntimeMode
+from gapless.graphs.store import GraphKey
+from gapless.models.vision.tower import VisionTower, make_tower
+from gapless.multimodal.items import MediaItem
+
+TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2.5-VL-7B": (
+        "qwen2_5_vl",
+        {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    ),
+    "Qwen3-VL-8B": (
+        "qwen3_vl",
+        {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "out_hidden_size": 4096,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ),
+}
+SMALL = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny Qwen2.5-VL": ("qwen2_5_vl", {**SMALL, "fullatt_block_indexes": [1]}),
+    "tiny Qwen3-VL": ("qwen3_vl", {**SMALL, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+}
+MERGE = 2
+NUM_PACKED = 8
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = get_device(arguments.device)
+    dtype = getattr(torch, arguments.dtype)
+    result: dict[str, Any] = {
+        "benchmark": "vision_encoder",
+        "meta": describe_run(),
+        "device": str(device.torch_device),
+        "dtype": arguments.dtype,
+        "attention": arguments.attention,
+        "repeats": arguments.repeats,
+        "max_tokens": arguments.max_tokens,
+        "towers": {},
+    }
+    for name, (model_type, config) in (TINY if arguments.tiny else TOWERS).items():
+        torch.manual_seed(0)
+        tower = make_tower(
+            model_type, config, dtype=dtype, device=device.torch_device, attention=arguments.attention
+        )
+        for parameter in tower.module.parameters():
+            parameter.data.normal_(0.0, 0.02)
+        print(name, file=sys.stderr)
+        result["towers"][name] = measure_tower(tower, device, arguments)
+        del tower
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def measure_tower(tower: VisionTower, device: GraphDevice, arguments: argparse.Namespace) -> dict[str, Any]:
+    images = {side: image_of(tower, side) for side in arguments.sides}
+    budget, start_up = start(tower, device, EncoderMode.BUDGET, arguments.max_tokens)
+    exact, _ = start(tower, device, EncoderMode.EXACT, arguments.max_tokens)
+    off, _ = start(tower, device, EncoderMode.OFF, arguments.max_tokens)
+    ways: dict[str, Callable[[MediaItem], object]] = {
+        "transformers": lambda item: run_transformers(tower, item),
+        "eager": lambda item: off.run([item]),
+        "budget": lambda item: budget.run([item]),
+        "exact": lambda item: exact.run([item]),
+    }
+    sizes: dict[str, Any] = {}
+    for side, item in images.items():
+        row: dict[str, Any] = {"patches": item.num_patches}
+        for way, run in ways.items():
+            row[way] = timed(lambda run=run, item=item: run(item), device, arguments.repeats)
+        base = row["transformers"]["ms"]
+        row["speedup"] = {way: round(base / row[way]["ms"], 2) for way in ("eager", "budget", "exact")}
+        row["exact_over_graph"] = hit_cost(exact, item, device, arguments.repeats)
+        sizes[str(side)] = row
+        shown = "  ".join(f"{way} {row[way]['ms']:.3f} ms" for way in ways)
+        print(f"  {side:>5}: {shown}  {row['speedup']}", file=sys.stderr)
+    small = [image_of(tower, arguments.sides[0], seed=seed) for seed in range(NUM_PACKED)]
+    together = timed(lambda: budget.run(small), device, arguments.repeats)
+    apart = timed(lambda: [budget.run([item]) for item in small], device, arguments.repeats)
+    packed = {"together": together, "apart": apart, "speedup": round(apart["ms"] / together["ms"], 2)}
+    print(f"  {NUM_PACKED} packed: {packed['speedup']} times as fast; start-up {start_up}", file=sys.stderr)
+    summary = budget.summary()
+    found = {
+        "images": sizes,
+        "packed": packed,
+        "start_up": start_up,
+        "budgets": summary["budgets"],
+        "padding_share": summary["padding_share"],
+        "captures_while_serving": len(budget.report()["graphs"]) - start_up["graphs"],
+        "exact": {name: exact.summary()[name] for name in ("hits", "captures", "evictions")},
+    }
+    for runner in (budget, exact, off):
+        runner.release()
+    return found
+
+
+def start(
+    tower: VisionTower, device: GraphDevice, mode: EncoderMode, max_tokens: int
+) -> tuple[EncoderRunner[MediaItem], dict[str, Any]]:
+    """A runner, captured, and what its start took."""
+    device.synchronize()
+    free, begun = device.memory().free_bytes, time.perf_counter()
+    runner: EncoderRunner[MediaItem] = EncoderRunner(
+        tower, device=device, options=EncoderOptions(mode=mode, max_tokens=max_tokens)
+    ).capture()
+    device.synchronize()
+    seconds = time.perf_counter() - begun
+    report = runner.report()
+    return runner, {
+        "seconds": round(seconds, 3),
+        "pool_bytes": report["memory"]["pool_bytes"],
+        "static_bytes": report["encoder"]["static_bytes"],
+        "device_bytes": max(0, free - device.memory().free_bytes),
+        "graphs": len(report["graphs"]),
+        "failures": len(report["failures"]),
+    }
+
+
+def run_transformers(tower: VisionTower, item: MediaItem) -> object:
+    """Transformers' forward as it comes: boundaries and positions from the grid, its default attention."""
+    module: Any = tower.module
+    ours, module.config._attn_implementation = module.config._attn_implementation, "sdpa"
+    try:
+        with torch.no_grad():
+            patches = torch.from_numpy(item.patches_PC).to(tower.device, tower.dtype)
+            return module(patches, grid_thw=torch.tensor([item.grid_thw], device=tower.device))
+    finally:
+        module.config._attn_implementation = ours
+
+
+def hit_cost(
+    exact: EncoderRunner[MediaItem], item: MediaItem, device: GraphDevice, repeats: int
+) -> dict[str, Any]:
+    """A hit, copies in and out included, over the replay of the same graph alone."""
+    exact.run([item])
+    graphs, adapter = exact.graphs, exact.adapter
+    assert isinstance(graphs, ExactGraphs)
+    descriptor = graphs.find(adapter.sizes_of(item), adapter.bounds_of([item]), adapter.prepare([item]))
+    assert isinstance(descriptor, BatchDescriptor), f"no graph: {descriptor}"
+    entry = graphs.generation.store.get(GraphKey(Phase.ENCODER, RuntimeMode.FULL, descriptor))
+    assert entry is not None
+    alone = timed(entry.program.replay, device, repeats)
+    hit = timed(lambda: exact.run([item]), device, repeats)
+    return {"graph_alone": alone, "ratio": round(hit["ms"] / alone["ms"], 3)}
+
+
+def timed(run: Callable[[], object], device: GraphDevice, repeats: int) -> dict[str, float]:
+    """Milliseconds of a call and all its work on the device: median, lowest, highest."""
+    milliseconds = []
+    for repeat in range(repeats + 2):
+        device.synchronize()
+        begun = time.perf_counter()
+        run()
+        device.synchronize()
+        if repeat >= 2:
+            milliseconds.append((time.perf_counter() - begun) * 1e3)
+    return {
+        "ms": round(statistics.median(milliseconds), 4),
+        "ms_min": round(min(milliseconds), 4),
+        "ms_max": round(max(milliseconds), 4),
+    }
+
+
+def image_of(tower: VisionTower, side: int, *, seed: int = 0) -> MediaItem:
+    """A square image as the model's processor would cut it: whole merged units, to the nearest."""
+    unit = tower.config.patch_size * MERGE
+    patches = max(round(side / unit), 1) * MERGE
+    shape = (patches * patches, tower.patch_values)
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    merged = patches * patches // tower.granule
+    return MediaItem(
+        kind="image",
+        patches_PC=values,
+        grid_thw=(1, patches, patches),
+        content_hash=bytes([seed]),
+        ranges=((0, merged),),
+    )
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", help="default: cuda, with --tiny cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--attention", choices=("auto", *varlen_backends()), default="auto")
+    parser.add_argument("--sides", type=int, nargs="+", help="pixels of square images")
+    parser.add_argument("--max-tokens", type=int, help="the largest budget, in patches")
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--tiny", action="store_true", help="small towers")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(given)
+    tiny = arguments.tiny
+    arguments.device = arguments.device or ("cpu" if tiny else "cuda")
+    arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
+    arguments.sides = arguments.sides or ([56, 112, 224] if tiny else [224, 448, 672, 1024])
+    arguments.max_tokens = arguments.max_tokens or (512 if tiny else 8192)
+    arguments.repeats = arguments.repeats or (3 if tiny else 30)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Encoder graphs on a real GPU: the cases of the unit tests, the compiled kernel, and real pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_cases import (
+    CONFIGS,
+    GRIDS,
+    assert_close,
+    assert_equal,
+    check_random_sets,
+    media,
+    of_transformers,
+    runner_of,
+    tiny_tower,
+)
+from gapless.attention.varlen import Segments, create_varlen_backend
+from gapless.errors import ConfigError
+from gapless.graphs.device import get_device
+from gapless.graphs.encoder import EncoderFallback, EncoderMode, EncoderOptions, EncoderRunner
+
+pytestmark = pytest.mark.gpu
+
+TOWERS = sorted(CONFIGS)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Any:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return get_device("cuda")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_size", [64, 72, 80, 96, 128])
+@pytest.mark.parametrize("name", ["triton_varlen", "torch_varlen", "torch_reference", "torch_segments"])
+def test_every_attention_equals_dense_attention(name: str, head_size: int, dtype: torch.dtype, cuda) -> None:
+    if name == "torch_varlen":
+        if dtype == torch.float32:
+            pytest.skip("half precision only")
+        try:
+            create_varlen_backend(name, device_type="cuda")
+        except ConfigError as error:
+            pytest.skip(str(error))
+    lens, num_rows = (256, 3, 64, 1, 700), 1100
+    qkv = torch.randn(num_rows, 3, 4, head_size, device="cuda").to(dtype)
+    qkv[sum(lens) :] = float("nan")
+    query, key, value = qkv.unbind(1)
+    filled = torch.tensor([*lens, *[0] * 11], dtype=torch.int32, device="cuda")
+    starts = torch.nn.functional.pad(filled.cumsum(0, dtype=torch.int32), (1, 0))
+    segments = Segments(cu_seqlens=starts, cu_seqlens_kk=filled, max_len=1100, lengths=lens)
+    backend = create_varlen_backend(name, device_type="cuda")
+    out = torch.full((num_rows, 4, head_size), float("nan"), device="cuda", dtype=dtype)
+    backend.attend(query, key, value, out, backend.arguments(segments), scale=0.125)
+    first = 0
+    for length in lens:
+        own = slice(first, first + length)
+        score = torch.einsum("qhd,khd->hqk", query[own].double(), key[own].double()) * 0.125
+        expected = torch.einsum("hqk,khd->qhd", score.softmax(-1), value[own].double())
+        torch.testing.assert_close(out[own].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        first += length
+    assert (out[first:] == 0).all()
+
+
+@pytest.mark.parametrize("attention", ["triton_varlen", "torch_reference", "torch_segments"])
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_towers_equal_transformers(model_type: str, attention: str, cuda) -> None:
+    tower = tiny_tower(model_type, device=cuda, attention=attention)
+    runner = EncoderRunner(tower, device=cuda, options=EncoderOptions(mode=EncoderMode.OFF))
+    items = [media(tower, grid) for grid in GRIDS]
+    assert_close(runner.eager(items), [of_transformers(tower, item) for item in items])
+
+
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+@pytest.mark.parametrize("attention", ["triton_varlen", "torch_reference"])
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_graphs_equal_their_oracle_on_random_sets(model_type, attention, mode, cuda) -> None:
+    runner = runner_of(tiny_tower(model_type, device=cuda, attention=attention), mode, device=cuda)
+    check_random_sets(runner, count=60, seed=1)
+    assert not runner.report()["failures"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("attention", ["triton_varlen", "torch_varlen"])
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_half_precision_graphs_equal_their_oracle(model_type, attention, dtype, cuda) -> None:
+    try:
+        tower = tiny_tower(model_type, device=cuda, attention=attention, dtype=dtype)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for mode in ("budget", "exact"):
+        runner = runner_of(tower, mode, device=cuda)
+        items = [media(tower, grid) for grid in GRIDS]
+        assert_equal(runner.run(items), runner.padded_eager(items))
+        runner.release()
+
+
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_small_large_small_and_poisoned_padding(model_type, mode, cuda) -> None:
+    runner = runner_of(tiny_tower(model_type, device=cuda), mode, device=cuda)
+    tower = runner.adapter
+    small, large = media(tower, (1, 2, 2)), media(tower, (1, 8, 14))
+    before = runner.run([small])
+    assert runner._memory is not None
+    runner._memory.inputs.poison = True
+    runner.run([large])
+    assert_equal(runner.run([small]), before)
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_eviction_under_live_use_gives_memory_back(model_type, cuda) -> None:
+    runner = runner_of(tiny_tower(model_type, device=cuda), "exact", device=cuda, max_graphs=3)
+    items = [media(runner.adapter, grid) for grid in GRIDS[:7]]
+    kept = runner.run(items)
+    for _ in range(3):
+        assert_equal(runner.run(items), kept)
+        assert len(runner.report()["graphs"]) <= 3
+    assert runner.summary()["evictions"] >= 6
+    assert_close(kept, runner.eager(items))
+
+
+def test_budgets_are_timed_and_items_packed_by_what_replays_cost(cuda) -> None:
+    runner = runner_of(tiny_tower("qwen3_vl", device=cuda), "budget", device=cuda)
+    budgets = runner.summary()["budgets"]
+    assert all(0 < budget["cost"] < 1 for budget in budgets)  # seconds
+    ledger = runner.report()["graphs"]
+    assert all(row["replays"] == 0 for row in ledger)  # the timing is no traffic
+    runner.run([media(runner.adapter, (1, 2, 4), seed=seed) for seed in range(8)])
+    assert sum(count.count for count in runner.log.replays.values()) == 1
+
+
+def test_a_host_read_in_a_tower_leaves_budgets_eager(cuda, monkeypatch) -> None:
+    tower = tiny_tower("qwen3_vl", device=cuda)
+    forward = tower.forward
+
+    def reads(run: Any) -> Any:
+        if run.sizes["tokens"] == 64:
+            run["position_ids"].sum().item()
+        return forward(run)
+
+    monkeypatch.setattr(tower, "forward", reads)
+    runner = runner_of(tower, "budget", device=cuda)
+    middle, small = media(tower, (1, 10, 6)), media(tower, (1, 4, 4))
+    got = runner.run([middle]) + runner.run([small])
+    assert_close(got, runner.eager([middle, small]))
+    assert {reason for _, reason in runner.log.eager} == {EncoderFallback.CAPTURE_FAILED}
