@@ -62,10 +62,11 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path, *options: str) -> Iterator[str]:
+def served(folder: Path, *options: str, has_graphs: bool = False) -> Iterator[str]:
     """The address of a server of the model in ``folder``."""
+    base = [option for option in OPTIONS if not (has_graphs and option == "--enforce-eager")]
     log = folder / "log"
-    command = [sys.executable, "-m", "gapless.launch_server", f"--model-path={folder}", *OPTIONS]
+    command = [sys.executable, "-m", "gapless.launch_server", f"--model-path={folder}", *base]
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, "--served-model-name", NAME, *options],
