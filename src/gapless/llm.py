@@ -37,10 +37,13 @@ from gapless.llm_inputs import (
     params_for,
     split_prompt,
 )
+from gapless.llm_media import MEDIA_KEY, Media, make_media_prompt, split_conversation
+from gapless.multimodal.items import MediaPrompt
 from gapless.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from gapless.engine.build import OpenedEngine
+    from gapless.multimodal.processor import Processor
 
 ProgressCallback = Callable[[str, int, int], None]
 """Stage, how much is done, how much there is."""
@@ -106,6 +109,7 @@ class LLM:
             eos_token_ids=opened.loaded.info.eos_token_ids,
             seed=opened.config.seed,
             enable_prefix_caching=opened.config.enable_prefix_caching,
+            processor=opened.loaded.processor,
         )
 
     @classmethod
@@ -137,9 +141,12 @@ class LLM:
         eos_token_ids: Seq[int],
         seed: int,
         enable_prefix_caching: bool,
+        processor: Processor | None = None,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
+        self.processor = processor
+        """Makes prompts of images and videos; None for a model that takes text only."""
         self.core = EngineCore(
             runner,
             tokenizer=tokenizer,
@@ -162,9 +169,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all prompts together; results in the order of the prompts.
 
-        A list of integers is one prompt of token ids. ``sampling_params``: one for all or one per prompt. An
-        unusable prompt raises ``RequestError`` before anything runs, or with ``errors="return"`` its own
-        result says ``finish_reason="error"`` and the others run. What fails later always ends up in the
+        A list of integers is one prompt of token ids. Images and videos come as ``{"prompt": text or ids,
+        "multi_modal_data": {"image": [...], "video": [...]}}``: images of Pillow, arrays, paths or bytes, and
+        video files or decoded frames, one for each placeholder in the prompt.
+
+        ``sampling_params``: one for all or one per prompt. An unusable prompt raises ``RequestError`` before
+        anything runs, or with ``errors="return"`` its own result says ``finish_reason="error"`` and the
+        others run. What fails later always ends up in the
         result.
         """
         return self._finish(self._prepare(as_prompts(prompts), sampling_params, errors=errors))
@@ -191,7 +202,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         errors: ErrorPolicy = "raise",
     ) -> list[RequestOutput]:
-        """``generate`` for one conversation or several, put into the model's chat template."""
+        """``generate`` for one conversation or several, put into the model's chat template.
+
+        A message's content may have parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image":
+        image or path}``, ``{"type": "image_url", "image_url": {"url": "data:..."}}``, and likewise ``video``
+        and ``video_url``.
+        """
         prompts: list[PromptLike | RequestError] = []
         for conversation in as_conversations(messages):
             try:
@@ -268,12 +284,16 @@ class LLM:
                 "this model has no tokenizer and so no chat template: pass token ids to generate()"
             )
         check_conversation(conversation)
+        messages, media = split_conversation(conversation)
+        if media and self.processor is None:
+            raise RequestError("this model takes text only: it has no encoder for images and videos")
         text = self.tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
+            messages, add_generation_prompt=add_generation_prompt, **(template_kwargs or {})
         )
         # The template writes the special tokens itself, a leading BOS included.
         token_ids = self.core.intake.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        shown = {MEDIA_KEY: media.to_data()} if media else {}
+        return {"prompt": text, "prompt_token_ids": token_ids, **shown}
 
     def _prepare(
         self,
@@ -295,14 +315,22 @@ class LLM:
             request_id = f"{call_number}-{index}"
             call.request_ids.append(request_id)
             try:
-                token_ids, text = split_prompt(prompt)
-                call.requests.append(self.core.prepare(request_id, token_ids, param, prompt_text=text))
+                source, text, media = split_prompt(prompt)
+                if media:
+                    text = source if isinstance(source, str) else text
+                    source = self._with_media(source, media)
+                call.requests.append(self.core.prepare(request_id, source, param, prompt_text=text))
             except RequestError as error:
                 if errors == "raise":
                     where = f"prompt {index}: " if len(prompts) > 1 else ""
                     raise RequestError(f"{where}{error}") from None
                 call.inbox.append(failed_output(request_id, prompt, param, str(error)))
         return call
+
+    def _with_media(self, prompt: Any, media: Media) -> MediaPrompt:
+        intake = self.core.intake
+        most = min(intake.max_model_len, intake.capacity_tokens) - 1  # at least one token is generated
+        return make_media_prompt(self.processor, prompt, media, max_tokens=most)
 
     def _finish(self, call: _Call) -> list[RequestOutput]:
         """Run to the end; the last output of every request, in order."""

@@ -13,12 +13,14 @@ from typing import Any
 
 from gapless.engine.outputs import CompletionOutput, RequestOutput
 from gapless.errors import RequestError
+from gapless.llm_media import MEDIA_KEY, Media, media_of
 from gapless.sampling.params import SamplingParams
 
 PromptLike = str | Seq[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; the two may have
+``"multi_modal_data": {"image": …, "video": …}`` beside them."""
 Conversation = Seq[Mapping[str, Any]]
-"""Messages such as ``{"role": "user", "content": "Hello"}``."""
+"""Messages such as ``{"role": "user", "content": "Hello"}``; content may be a list of parts."""
 
 
 def as_prompts(prompts: Any) -> list[PromptLike | RequestError]:
@@ -46,21 +48,28 @@ def check_conversation(conversation: Any) -> None:
             raise RequestError(f'message {message!r}: must be like {{"role": "user", "content": "Hello"}}')
 
 
-def split_prompt(prompt: PromptLike | RequestError) -> tuple[Any, str | None]:
-    """What the core takes (text or token ids), and the text that token ids came from."""
+def split_prompt(prompt: PromptLike | RequestError) -> tuple[Any, str | None, Media]:
+    """What the core takes (text or token ids), the text that token ids came from, and what it shows.
+
+    ``prompt`` may hold token ids too where it stands beside ``multi_modal_data``.
+    """
     if isinstance(prompt, RequestError):
         raise prompt
     if not isinstance(prompt, Mapping):
-        return prompt, None
-    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-    if unknown or not prompt:
+        return prompt, None, Media()
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", MEDIA_KEY}
+    if unknown or not set(prompt) - {MEDIA_KEY}:
         raise RequestError(
-            f"prompt has the keys {sorted(map(str, prompt))}: give 'prompt' (text) or 'prompt_token_ids'"
+            f"prompt has the keys {sorted(map(str, prompt))}: give 'prompt' (text) or 'prompt_token_ids', "
+            f"and '{MEDIA_KEY}' where it shows something"
         )
+    media = media_of(prompt.get(MEDIA_KEY))
     text = prompt.get("prompt")
+    if media and text is not None and not isinstance(text, str):
+        return prompt.get("prompt_token_ids", text), None, media
     if text is not None and not isinstance(text, str):
         raise RequestError(f"'prompt' is {text!r}: must be a string")
-    return prompt.get("prompt_token_ids", text), text
+    return prompt.get("prompt_token_ids", text), text, media
 
 
 def params_for(

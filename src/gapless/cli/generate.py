@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from gapless.cli.media import check_media, read_media
 from gapless.cli.options import EngineOptions, SamplingOptions
 from gapless.cli.prompts import collect_prompts
 from gapless.cli.session import has_chat_template, open_llm, render_prompts, run_prompts, titles_of
@@ -34,6 +35,14 @@ def generate(
             metavar="FILE",
             help='One prompt per line, or JSON lines with "prompt" or "token_ids"; - is standard input.',
         ),
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option("--image", metavar="FILE", help="An image that every prompt shows; repeatable."),
+    ] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option("--video", metavar="FILE", help="A video that every prompt shows; repeatable."),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -58,9 +67,11 @@ def generate(
 ) -> None:
     """Generate text for one or more prompts, all of them at the same time."""
     prompts = collect_prompts(prompt, prompts_file)
+    media = read_media(image, video)
     structured = _structured_outputs(json_schema, regex)
     params = SamplingParams(**sampling.sampling_kwargs(), structured_outputs=structured)
     with open_llm(engine) as llm:
+        check_media(llm, media)
         if chat and not has_chat_template(llm):
             raise ConfigError("--chat: this model has no chat template; use --raw")
         if llm.tokenizer is None:
@@ -74,7 +85,7 @@ def generate(
         use_chat = has_chat_template(llm) if chat is None else chat
         if chat is None and use_chat:
             print("using the model's chat template (--raw turns it off)", file=sys.stderr)
-        rendered = render_prompts(llm, prompts, chat=use_chat)
+        rendered = render_prompts(llm, prompts, chat=use_chat, media=media)
         view = make_view(titles_of(prompts), params.n, as_json=as_json)
         outputs = run_prompts(llm, prompts, rendered, params, view)
         report = llm.report()

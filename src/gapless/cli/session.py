@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from gapless.cli.media import chat_content, raw_prompt
 from gapless.cli.options import EngineOptions
 from gapless.cli.progress import show_progress
 from gapless.cli.prompts import Prompt
 from gapless.cli.streaming import Answer, AnswerView
 from gapless.errors import ConfigError, RequestError
+from gapless.llm_media import Media
 from gapless.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,17 +43,18 @@ def has_chat_template(llm: LLM) -> bool:
     return getattr(llm.tokenizer, "chat_template", None) is not None
 
 
-def render_prompts(llm: LLM, prompts: list[Prompt], *, chat: bool) -> list[Any]:
-    """What the engine takes: each text as one user message in the model's template, or as it is.
+def render_prompts(llm: LLM, prompts: list[Prompt], *, chat: bool, media: Media | None = None) -> list[Any]:
+    """What the engine takes: each text as one user message in the model's template, or as it is; all of them
+    show ``media``.
 
     A prompt that cannot be rendered becomes its ``RequestError``, so that the others can run.
     """
-    if not chat:
-        return list(prompts)
+    media = Media() if media is None else media
     rendered: list[Any] = []
     for prompt in prompts:
         try:
-            rendered.append(_render(llm, prompt) if isinstance(prompt, str) else prompt)
+            is_chat = chat and isinstance(prompt, str)
+            rendered.append(_render(llm, prompt, media) if is_chat else raw_prompt(llm, prompt, media))
         except RequestError as error:
             rendered.append(error)
     return rendered
@@ -97,10 +100,10 @@ def titles_of(prompts: list[Prompt]) -> list[str]:
     return [_title(p) if isinstance(p, str) else f"{len(p)} token ids" for p in prompts]
 
 
-def _render(llm: LLM, prompt: str) -> Any:
+def _render(llm: LLM, prompt: Prompt, media: Media) -> Any:
     if not prompt:
         raise RequestError("empty prompt: there is nothing to answer")
-    return llm.render_chat([{"role": "user", "content": prompt}])[0]
+    return llm.render_chat([{"role": "user", "content": chat_content(str(prompt), media)}])[0]
 
 
 def _title(prompt: str, limit: int = 90) -> str:

@@ -79,7 +79,7 @@ def measure_media(
     except torch.cuda.OutOfMemoryError as error:
         raise MemoryLimitError(
             f"an image of the largest size, {item.num_patches} patches, cannot be encoded beside the "
-            "weights: lower the processor's largest size (max_pixels, or size.longest_edge) or --max-model-len"
+            "weights: lower the processor's largest size (size.longest_edge) or --max-model-len"
         ) from error
     peak = torch.cuda.max_memory_allocated(device.torch_device)
     options = encoder_options(config)

@@ -77,6 +77,7 @@ class FakeLLM:
         self.options = options
         template = "{{ messages }}" if self.has_template else None
         self.tokenizer = SimpleNamespace(chat_template=template) if self.has_tokenizer else None
+        self.processor = None
         self.prompts, self.params = [], None
         self.is_shut_down = self.is_eager = False
         self.num_resets = 0
