@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,12 +29,13 @@ from gapless.parallel.collectives import forget_group, register_group
 from gapless.parallel.group import RankGroup
 from gapless.parallel.shard import Shard
 from gapless.parallel.wire import accept_ranks, connect_to_first
-from gapless.parallel.workers import Workers
+from gapless.parallel.workers import StartProcess, Workers, start_interpreter
 
 if TYPE_CHECKING:
     from gapless.engine.build import OpenedEngine, Progress
 
-WORKER_ENTRY = "gapless.engine.rank_worker:main"
+start_rank: StartProcess = partial(start_interpreter, "gapless.engine.rank_worker:main")
+"""Starts the process of another rank."""
 _MEET_S = 120.0
 """Ranks that have all said they are there have met by then, or never will."""
 
@@ -61,7 +63,7 @@ def open_ranks(
         local_rank = torchrun.local_rank
     else:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        workers, local_rank = Workers.start(size - 1, entry=WORKER_ENTRY), 0
+        workers, local_rank = Workers.start(size - 1, start_process=start_rank), 0
     group: RankGroup | None = None
     try:
         level = max(logging.getLogger("gapless").getEffectiveLevel(), logging.ERROR)

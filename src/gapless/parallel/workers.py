@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from gapless.errors import GaplessError, RankError
 from gapless.parallel.wire import RankWires, connection_of, inherited_pair, watch_lifelines
@@ -30,10 +30,38 @@ _BOOTSTRAP = (
 )
 
 
+class RankProcess(Protocol):
+    """What is asked of the process of a rank; a ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+StartProcess = Callable[[int, int, int], RankProcess]
+"""Takes a rank and the file descriptors of its ends, which are closed here afterwards."""
+
+
+def start_interpreter(entry: str, rank: int, commands: int, lifeline: int) -> RankProcess:
+    """A fresh interpreter with this one's path, which calls ``entry`` (``module:function``) with the other
+    arguments."""
+    arguments = [json.dumps(sys.path), entry, str(rank), str(commands), str(lifeline)]
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOTSTRAP, *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(commands, lifeline),
+    )
+
+
 class Workers:
     """Ranks 1 to N - 1. ``processes`` is empty where somebody else has started them."""
 
-    def __init__(self, wires: Sequence[RankWires], processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    def __init__(self, wires: Sequence[RankWires], processes: Sequence[RankProcess] = ()) -> None:
         self._wires, self._processes = list(wires), list(processes)
         self._failure: GaplessError | None = None
         self._failed = threading.Event()
@@ -43,26 +71,21 @@ class Workers:
         self._watch = watch_lifelines(self._wires, on_failure=self._fail, describe=self._describe)
 
     @classmethod
-    def start(cls, num_others: int, *, entry: str) -> Workers:
-        """Start a process for each, which calls ``entry`` (``module:function``) with its rank and two file
-        descriptors: commands and lifeline."""
-        wires, processes = [], []
+    def start(cls, num_others: int, *, start_process: StartProcess) -> Workers:
+        """Start a process for each, which is given its rank and two file descriptors: commands and
+        lifeline."""
+        wires: list[RankWires] = []
+        processes: list[RankProcess] = []
         try:
             for rank in range(1, num_others + 1):
                 ours, theirs = zip(inherited_pair(), inherited_pair(), strict=True)
-                descriptors = [end.fileno() for end in theirs]
-                arguments = [json.dumps(sys.path), entry, str(rank), *map(str, descriptors)]
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", _BOOTSTRAP, *arguments],
-                        stdin=subprocess.DEVNULL,
-                        pass_fds=descriptors,
-                    )
-                )
-                for end in theirs:
-                    end.close()
                 commands, lifeline = map(connection_of, ours)
                 wires.append(RankWires(rank=rank, commands=commands, lifeline=lifeline))
+                try:
+                    processes.append(start_process(rank, *(end.fileno() for end in theirs)))
+                finally:
+                    for end in theirs:
+                        end.close()
         except BaseException:
             for process in processes:
                 process.kill()
