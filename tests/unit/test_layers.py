@@ -25,6 +25,7 @@ RANKS = {
     "config": 2,
     "config_sources": 2,
     "models": 3,
+    "multimodal": 3,
     "attention": 3,
     "cache": 3,
     "sampling": 3,
@@ -35,6 +36,7 @@ RANKS = {
     "bench": 6,
     "cli": 7,
     "serve": 6,
+    "deploy": 7,
     "launch_server": 7,
 }
 """A part may import its own rank and below. ``gapless/__init__.py`` names everything, lazily."""
