@@ -21,6 +21,7 @@ from gapless.cli.bench import bench
 from gapless.cli.chat import chat
 from gapless.cli.check import check
 from gapless.cli.demo import demo
+from gapless.cli.deploy import deploy
 from gapless.cli.environment import env
 from gapless.cli.generate import generate
 from gapless.cli.inspect import inspect
@@ -79,6 +80,7 @@ class _StandardErrorHandler(logging.Handler):
 for _command in (generate, serve, chat, demo, inspect, check, env):
     app.command(cls=Command)(expand(_command))
 app.add_typer(bench)
+app.add_typer(deploy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

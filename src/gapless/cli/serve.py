@@ -93,15 +93,6 @@ class ServerOptions:
             metavar="LIMITS",
         ),
     ] = None
-    mm_processor_kwargs: Annotated[
-        str | None,
-        _option(
-            "--mm-processor-kwargs",
-            help='Settings of the model\'s processor as JSON, such as {"max_pixels": 1003520} or {"fps": 1}.',
-            panel="Images",
-            metavar="JSON",
-        ),
-    ] = None
     allowed_local_media_path: Annotated[
         str | None,
         _option(
@@ -231,10 +222,10 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
 def _run(options: ServeOptions) -> int:
     from gapless.models.sources import open_tokenizer
     from gapless.multimodal.opening import open_processor
+    from gapless.multimodal.overrides import override
     from gapless.serve.app import create_app
     from gapless.serve.client import EngineDeadError
     from gapless.serve.engine_process import OpenModel
-    from gapless.serve.media_options import ProcessorOverrides
     from gapless.serve.placement import place_replicas
     from gapless.serve.server import Announcements, run_server
 
@@ -245,12 +236,12 @@ def _run(options: ServeOptions) -> int:
     environments = None
     if settings.replicas > 1:
         environments = place_replicas(
-            settings.replicas, gpus_each=getattr(options.engine, "tp", 1), device=options.engine.device
+            settings.replicas, gpus_each=options.engine.tensor_parallel_size, device=options.engine.device
         )
     tokenizer = open_tokenizer(options.engine.model)
     processor = open_processor(options.engine.model, tokenizer)
     if processor is not None:
-        processor = ProcessorOverrides(kwargs=settings.mm_processor_kwargs).apply(processor)
+        processor = override(processor, options.engine.mm_processor_kwargs)
     with contextlib.ExitStack() as bars:
 
         def on_ready(info: EngineInfo) -> None:

@@ -176,8 +176,8 @@ def test_limits_count_for_all_replicas_together_and_a_drain_lets_what_runs_finis
             await until(lambda: client.num_inside == 7)
             with pytest.raises(EngineBusyError, match=r"at most 7 may \(4 running, 3 queued\)"):
                 await tokens_of(client, request("late", [1], 1))
+            client._admission.max_queued = 9
             with pytest.raises(RequestError, match="already in use"):
-                client._admission.max_queued = 9
                 await tokens_of(client, request("r3", [1], 1))
             client.begin_drain()
             assert client.is_draining

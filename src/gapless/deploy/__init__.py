@@ -1,0 +1,1 @@
+"""Servers over several machines, on top of other people's cluster software; today Ray Serve."""

@@ -1,0 +1,110 @@
+"""The router that Ray Serve loads, over replicas that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve.request_router", reason="needs ray[serve] with the request router API")
+
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+from ray.serve.request_router import PendingRequest
+
+from gapless.deploy.ray_router import PrefixAwareRouter
+from gapless.serve.messages import EmbedRequest, GenerateRequest
+
+DEPLOYMENT = DeploymentID(name="engine", app_name="gapless")
+
+
+@dataclass(frozen=True)
+class FakeReplica:
+    replica_id: ReplicaID
+
+
+def replica(name: str) -> Any:
+    return FakeReplica(ReplicaID(name, deployment_id=DEPLOYMENT))
+
+
+A, B, C = replica("a"), replica("b"), replica("c")
+
+
+@pytest.fixture
+def router() -> PrefixAwareRouter:
+    async def make() -> PrefixAwareRouter:
+        made = PrefixAwareRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+        made.initialize_state(block_size=16, slack_requests=2)
+        return made
+
+    return asyncio.run(make())
+
+
+def asked(first: int, *, kind: Any = GenerateRequest, salt: bytes = b"") -> PendingRequest:
+    async def make() -> PendingRequest:
+        tokens = [first, *range(40)]
+        request = kind(request_id="r", prompt_token_ids=tokens, cache_extra=salt)
+        return PendingRequest(args=[request], kwargs={}, metadata=None)  # type: ignore[arg-type]
+
+    return asyncio.run(make())
+
+
+def choose(router: PrefixAwareRouter, pending: PendingRequest | None, *among: Any) -> list[Any]:
+    first, rest = asyncio.run(router.choose_replicas(list(among or (A, B, C)), pending))
+    assert len(first) == 1
+    return [*first, *rest]
+
+
+def busy(router: PrefixAwareRouter, which: Any, num_requests: int) -> None:
+    router.replica_queue_len_cache.update(which.replica_id, num_requests)
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, EmbedRequest])
+def test_a_prompt_follows_its_prefix(router, kind):
+    router.on_request_routed(asked(7, kind=kind), B.replica_id, None)
+    assert choose(router, asked(7, kind=kind))[0] == B
+    assert {choose(router, asked(8))[0], choose(router, asked(7, salt=b"x"))[0]} == {A}
+
+
+def test_a_busy_holder_is_passed_over_and_the_rest_come_by_load(router):
+    router.on_request_routed(asked(7), B.replica_id, None)
+    busy(router, A, 5)
+    busy(router, B, 7)
+    busy(router, C, 6)
+    assert choose(router, asked(7)) == [B, A, C]
+    busy(router, B, 8)
+    assert choose(router, asked(7)) == [A, C, B]
+
+
+def test_all_candidates_are_named_each_once(router):
+    for pending in (None, asked(1)):
+        assert sorted(r.replica_id.unique_id for r in choose(router, pending)) == ["a", "b", "c"]
+    assert asyncio.run(router.choose_replicas([], asked(1))) == []
+
+
+def test_a_dead_replica_is_forgotten(router):
+    router.on_request_routed(asked(7), B.replica_id, None)
+    router.on_replica_actor_died(B.replica_id)
+    router.on_request_routed(asked(9), A.replica_id, None)
+    assert choose(router, asked(7), B, C)[0] in (B, C)
+    assert router._choices.num_remembered == 2
+
+
+def test_prompts_are_named_once_however_often_ray_asks(router):
+    pending = asked(3)
+    choose(router, pending)
+    names = router._prefixes[id(pending)]
+    choose(router, pending)
+    assert router._prefixes[id(pending)] is names
+    router.on_request_routed(pending, A.replica_id, None)
+    assert not router._prefixes
+
+
+def test_calls_that_carry_no_prompt_go_to_the_least_busy(router):
+    async def make() -> PendingRequest:
+        return PendingRequest(args=[], kwargs={}, metadata=None)  # type: ignore[arg-type]
+
+    busy(router, A, 1)
+    busy(router, B, 1)
+    assert choose(router, asyncio.run(make()))[0] == C
