@@ -198,6 +198,18 @@ def test_tokens_and_positions_of_random_prompts_are_those_of_transformers(family
         assert all(set(made.token_ids[start : start + n]) == {token} for start, n in item.ranges)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fps", [0.2, 24.0])
+def test_a_long_video_of_small_frames_has_positions_of_transformers(family: str, fps: float) -> None:
+    """More steps than rows and columns, and at a low rate times beyond the text behind it."""
+    video = timed(random_frames(11, 8, 8), fps=fps)
+    made = processor_for(family).prompt(f"a{VIDEO_PROMPT}b", videos=[video])
+    positions, delta = transformers_positions(family, made, [video])
+    np.testing.assert_array_equal(made.rope_positions_3T, positions)
+    assert made.rope_delta == delta
+    assert (delta > 0) == (family == "qwen2_5_vl" and fps < 1)
+
+
 def transformers_tokens(family: str, text: str, made: MediaPrompt, videos: list[VideoFrames]) -> list[int]:
     """The text with every placeholder replaced as their processors do, tokenised in one piece."""
     grids = {kind: [i.grid_thw for i in made.items if i.kind == kind] for kind in ("image", "video")}
