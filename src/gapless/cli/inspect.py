@@ -128,8 +128,9 @@ def _model_info(config: Any) -> ModelInfo:
             dtype=torch.float32,
         )
     from gapless.models.registry import read_model_info
+    from gapless.parallel.shard import Shard
 
-    return read_model_info(config.model)
+    return read_model_info(config.model, shard=Shard(size=config.tensor_parallel_size))
 
 
 def _split_features(names: list[str]) -> tuple[Any, dict[str, Any]]:

@@ -64,6 +64,11 @@ class ParallelRunner:
         """Processes of the other ranks, as far as they were started here."""
         return self._workers.pids
 
+    @property
+    def failure(self) -> GaplessError | None:
+        """Why no step will run any more."""
+        return self._workers.failure
+
     def check(self) -> None:
         """Raises ``GaplessError`` when a rank has failed: no step will run any more."""
         self._workers.check()

@@ -12,12 +12,16 @@ import time
 from gapless.config import EngineConfig
 from gapless.engine.build import OpenedEngine, open_engine
 from gapless.engine.core import EngineCore
+from gapless.env import read_torchrun
+from gapless.errors import ConfigError
 from gapless.serve.engine_process import ReportProgress, ServedEngine
 from gapless.serve.messages import EngineInfo
 
 
 def open_served_model(config: EngineConfig, progress: ReportProgress) -> ServedEngine:
     """Load, plan, capture. Errors are those of ``open_engine``."""
+    if config.tensor_parallel_size > 1 and read_torchrun() is not None:
+        raise ConfigError("gapless serve starts its ranks itself: run it without torchrun")
     start = time.perf_counter()
     opened = open_engine(config, progress)
     loaded = opened.loaded

@@ -1,0 +1,93 @@
+"""Ranks with something wrong with them, as targets for ``forked_ranks.forked``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import gapless.engine.runner
+import gapless.graphs.runner
+from gapless.engine.rank_worker import main
+from gapless.errors import MemoryLimitError
+from gapless.graphs.modes import Phase
+
+
+def cannot_capture_a_prefill_size(rank: int, commands: int, lifeline: int) -> None:
+    """Reads from the device in the middle of recording the forward of 8 tokens, not in its warm-up."""
+    real = gapless.graphs.runner.GraphRunner._run_and_store
+
+    def faulty(self: Any, views: Any) -> Any:
+        results = real(self, views)
+        is_faulty = self.phase is Phase.PREFILL and views.sizes["tokens"] == 8
+        if is_faulty and self.store.device.is_recording():
+            torch.ones(1).item()
+        return results
+
+    gapless.graphs.runner.GraphRunner._run_and_store = faulty
+    main(rank, commands, lifeline)
+
+
+def cannot_capture_behind_the_first_break(rank: int, commands: int, lifeline: int) -> None:
+    """As above, in the second layer: the other ranks are about to replay sums of the first."""
+    import gapless.models.decoder
+
+    real = gapless.models.decoder.DecoderAttention.forward
+
+    def faulty(self: Any, hidden_TE: Any, cos: Any, sin: Any) -> Any:
+        if self.core.layer_index == 1 and hidden_TE.shape[0] == 8 and _records():
+            torch.ones(1).item()
+        return real(self, hidden_TE, cos, sin)
+
+    gapless.models.decoder.DecoderAttention.forward = faulty
+    main(rank, commands, lifeline)
+
+
+def raises_in_its_third_step(rank: int, commands: int, lifeline: int) -> None:
+    _in_step(3, _raise)
+    main(rank, commands, lifeline)
+
+
+def dies_in_its_third_step(rank: int, commands: int, lifeline: int) -> None:
+    """Before it has joined the sums of that step, in which the first rank then waits."""
+    _in_step(3, lambda: os._exit(7))
+    main(rank, commands, lifeline)
+
+
+def has_too_little_memory(rank: int, commands: int, lifeline: int) -> None:
+    import gapless.engine.build
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryLimitError("the weights do not fit")
+
+    gapless.engine.build.load_model = load_model
+    main(rank, commands, lifeline)
+
+
+def never_starts(rank: int, commands: int, lifeline: int) -> None:
+    os._exit(5)
+
+
+def _raise() -> None:
+    raise ValueError("the third step is one too many")
+
+
+def _in_step(number: int, act: Any) -> None:
+    real = gapless.engine.runner.ModelRunner.launch
+    count = 0
+
+    def faulty(self: Any, batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            act()
+        return real(self, batch)
+
+    gapless.engine.runner.ModelRunner.launch = faulty
+
+
+def _records() -> bool:
+    from gapless.graphs.device import get_device
+
+    return get_device(torch.device("cpu")).is_recording()
