@@ -6,6 +6,7 @@ check passed, 1 if one failed, 2 if there was nothing to check. What is checked:
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -22,6 +23,7 @@ from gapless.cli.progress import show_progress
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gapless.config import EngineConfig
     from gapless.graphs.check_report import CheckReport
 
 
@@ -76,6 +78,8 @@ def _check_model(
 
     from_file = {} if options.config is None else read_config_file(options.config)
     config = EngineConfig.from_sources(flags=options.given(), config_file=from_file)
+    if few_sizes:
+        config = _with_few_sizes(config, options)
     with show_progress() as progress:
         opened = open_engine(config, progress)
     try:
@@ -85,6 +89,19 @@ def _check_model(
         return found, opened.runner.report()
     finally:
         opened.runner.shutdown()
+
+
+def _with_few_sizes(config: EngineConfig, options: EngineOptions) -> EngineConfig:
+    """Only what will be checked is captured. The ladders are those of the plan, which needs no weights."""
+    from gapless.cli.inspect import explain
+    from gapless.engine.verify import few_of
+
+    plan = explain(options, features=[])["plan"]
+    changes: dict[str, Any] = {}
+    for phase in ("prefill", "decode"):
+        if plan[phase]["sizes"]:
+            changes |= {f"{phase}_sizes": tuple(few_of(plan[phase]["sizes"])), f"{phase}_max": None}
+    return dataclasses.replace(config, graphs=dataclasses.replace(config.graphs, **changes))
 
 
 def _check_callable(target: str, *, seed: int, tolerance: float | None) -> tuple[CheckReport, dict[str, Any]]:

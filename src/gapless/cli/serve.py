@@ -201,13 +201,23 @@ class ServerOptions:
         return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-def serve(engine: EngineOptions, server: ServerOptions) -> None:
+def serve(
+    engine: EngineOptions,
+    server: ServerOptions,
+    served: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model, which may then be left out.")
+    ] = None,
+) -> None:
     """Serve a model over HTTP with the OpenAI API."""
     _require_extra()
     from gapless.serve.options import resolve_options
 
+    if served is not None:
+        if engine.model not in (None, served):
+            raise ConfigError(f"{served} and --model={engine.model} are two models; give only one")
+        engine = dataclasses.replace(engine, model=served)
     if engine.model is None and engine.config is None:
-        raise ConfigError("no model: give --model-path smollm2, a model folder, or a .gguf file")
+        raise ConfigError("no model: name smollm2, a model folder, or a .gguf file")
     options = resolve_options(
         engine_flags=engine.given(),
         server_flags=server.given(),
@@ -222,7 +232,6 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
 def _run(options: ServeOptions) -> int:
     from gapless.models.sources import open_tokenizer
     from gapless.multimodal.opening import open_processor
-    from gapless.multimodal.overrides import override
     from gapless.serve.app import create_app
     from gapless.serve.client import EngineDeadError
     from gapless.serve.engine_process import OpenModel
@@ -241,6 +250,8 @@ def _run(options: ServeOptions) -> int:
     tokenizer = open_tokenizer(options.engine.model)
     processor = open_processor(options.engine.model, tokenizer)
     if processor is not None:
+        from gapless.multimodal.overrides import override  # needs Pillow, as has the processor
+
         processor = override(processor, options.engine.mm_processor_kwargs)
     with contextlib.ExitStack() as bars:
 

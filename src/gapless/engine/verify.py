@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from gapless.graphs.compare import tolerance_for
 from gapless.graphs.modes import Phase
 from gapless.graphs.runner import GraphRunner, Values
 
+T = TypeVar("T")
 _CONTEXT_BLOCKS = 64
 """Cache blocks for contexts, beside those of the step's own tokens."""
 
@@ -53,7 +55,7 @@ def verify_engine(
     reports = []
     for part in (graphs.prefill, graphs.decode, graphs.head, graphs.sample, graphs.sample_filtered):
         captured = sorted((r.key.descriptor for r in store.ledger if r.key.phase is part.phase), reverse=True)
-        descriptors = _few(captured) if only_few_sizes else captured
+        descriptors = few_of(captured) if only_few_sizes else captured
         is_row_stage = part.phase not in (Phase.PREFILL, Phase.DECODE)
         batches = _RowBatches(graphs, part) if is_row_stage else _TokenBatches(runner, part, cache)
         with torch.no_grad():
@@ -256,6 +258,7 @@ def _choices(part: GraphRunner, graphs: GraphSet) -> tuple[int, ...]:
     return (0,) if part.phase in (Phase.SAMPLE, Phase.SAMPLE_FILTERED) else ()
 
 
-def _few(descriptors: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:
-    indices = sorted({0, len(descriptors) // 2, len(descriptors) - 1}) if descriptors else []
-    return [descriptors[i] for i in indices]
+def few_of(items: Sequence[T]) -> list[T]:
+    """The first, a middle and the last."""
+    indices = sorted({0, len(items) // 2, len(items) - 1}) if items else []
+    return [items[i] for i in indices]

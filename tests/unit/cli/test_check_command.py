@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from gapless.cli.check import _check_model
 from gapless.cli.main import main
+from gapless.cli.options import EngineOptions
 
 MODULE = """
 import torch
@@ -117,6 +119,22 @@ def test_a_model_is_checked_and_the_page_written(tmp_path: Path, capsys: pytest.
     text = page.read_text()
     assert "Verification" in text
     assert "Ladder coverage" in text
+
+
+def test_few_sizes_are_all_that_is_captured(tmp_path: Path) -> None:
+    """Of four sizes of prefill the smallest, a middle and the largest."""
+    flags = EngineOptions(
+        model=str(tmp_path), load_format="dummy", device="cpu", max_running_requests=1,
+        chunked_prefill_size=16, kv_cache_tokens=128, cuda_graph_backend_prefill="full",
+    )  # fmt: skip
+    model_flags(tmp_path)
+    found, report = _check_model(flags, few_sizes=True, seed=0, tolerance=None)
+    assert found.is_ok
+    captured = {
+        phase: sorted(g["num_tokens"] for g in report["graphs"] if g["phase"] == phase)
+        for phase in ("prefill", "decode")
+    }
+    assert captured == {"prefill": [4, 12, 16], "decode": [1]}
 
 
 def test_a_model_without_graphs_is_checked_for_nothing(
