@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast, get_args
 
+from gapless.config_media import Pairs, parse_processor_kwargs
 from gapless.config_sources import ALIASES, Merged, Source, merge_sources, parse_sizes
 from gapless.errors import ConfigError
 from gapless.graphs.capabilities import GraphRequest, TcCompiler
@@ -171,6 +172,8 @@ class EngineConfig:
     """The largest size that becomes a graph, in patches."""
     mm_embedding_cache_tokens: int | None = None
     """Placeholders whose embeddings are kept for images that come again; 0 keeps none."""
+    mm_processor_kwargs: Pairs = ()
+    """Settings of the model's processor that differ from those of its folder; a mapping is taken, too."""
     graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
@@ -204,6 +207,7 @@ class EngineConfig:
             _set(self, "vit_cuda_graph_budgets", sizes)
         _check_int("--vit-cuda-graph-max-tokens", self.vit_cuda_graph_max_tokens, 1, MAX_STEP_TOKENS)
         _check_int("--mm-embedding-cache-tokens", self.mm_embedding_cache_tokens, 0, INT32_MAX)
+        _set(self, "mm_processor_kwargs", parse_processor_kwargs(self.mm_processor_kwargs))
         if not isinstance(self.graphs, GraphConfig):
             raise ConfigError(f"graphs={self.graphs!r}: must be a GraphConfig")
         self._check_contradictions()

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gapless.config_media import parse_processor_kwargs
 from gapless.errors import ConfigError
 
 ALIASES = {
@@ -177,6 +178,8 @@ def _plain(name: str, value: Any, *, spelling: str) -> Any:
     """A form in which equal values compare equal, whichever way they were written."""
     if name.endswith(("_sizes", "_budgets")):
         return parse_sizes(spelling, value)
+    if name == "mm_processor_kwargs":
+        return parse_processor_kwargs(value)
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -24,6 +24,7 @@ RANKS = {
     "kernels": 2,
     "config": 2,
     "config_sources": 2,
+    "config_media": 2,
     "models": 3,
     "multimodal": 3,
     "attention": 3,

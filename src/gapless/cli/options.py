@@ -195,6 +195,15 @@ class EngineOptions:
         int | None,
         _option("--vit-cuda-graph-max-tokens", help="Largest size, in patches.", panel="Vision"),
     ] = None
+    mm_processor_kwargs: Annotated[
+        str | None,
+        _option(
+            "--mm-processor-kwargs",
+            help='Settings of the model\'s processor as JSON, such as {"max_pixels": 1003520} or {"fps": 1}.',
+            panel="Vision",
+            metavar="JSON",
+        ),
+    ] = None
     mm_embedding_cache_tokens: Annotated[
         int | None,
         _option(

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -95,7 +95,8 @@ def open_one(
 ) -> OpenedEngine:
     """The engine of this process alone: of the whole model, or of one rank of ``group``. ``config`` has its
     device defaults."""
-    if config.enable_vit_cuda_graph or config.mm_embedding_cache_tokens is not None:
+    asks_encoder = config.enable_vit_cuda_graph or config.mm_embedding_cache_tokens is not None
+    if asks_encoder or config.mm_processor_kwargs:
         refuse_missing_encoder(config, read_model_info(config.model))  # before weights are read
     start = time.perf_counter()
     loaded = load_model(
@@ -108,6 +109,10 @@ def open_one(
         shard=WHOLE if group is None else group.shard,
         progress=progress,
     )
+    if loaded.processor is not None:
+        from gapless.multimodal.overrides import override  # needs Pillow, as has the processor
+
+        loaded = replace(loaded, processor=override(loaded.processor, config.mm_processor_kwargs))
     load_s = time.perf_counter() - start
     runner = build_runner(
         config, loaded, torch_device=torch_device, load_s=load_s, progress=progress, group=group

@@ -111,6 +111,8 @@ def refuse_missing_encoder(config: EngineConfig, info: ModelInfo) -> None:
         asked = "--enable-vit-cuda-graph (or GAPLESS_VIT_ENABLE_CUDA_GRAPH=1) asks for graphs of"
     elif config.mm_embedding_cache_tokens is not None:
         asked = f"--mm-embedding-cache-tokens={config.mm_embedding_cache_tokens} bounds what is kept of"
+    elif config.mm_processor_kwargs:
+        asked = "--mm-processor-kwargs changes what is prepared for"
     if asked is not None:
         raise ConfigError(
             f"{asked} a vision encoder, and {info.architecture} takes text only; leave it out for this model"

@@ -60,9 +60,7 @@ class Processor:
         kept = {**self._sampling, **sampling}
         if "fps" in sampling:
             kept.pop("num_frames", None)
-        return Processor(
-            self.config, image=image, video=video, sampling=kept, tokenizer=self._tokenizer
-        )
+        return Processor(self.config, image=image, video=video, sampling=kept, tokenizer=self._tokenizer)
 
     def placeholder(self, kind: MediaKind) -> list[int]:
         """What stands for one image or video in a prompt, marks included."""

@@ -19,7 +19,7 @@ from gapless.config import ENGINE_FIELDS, GRAPH_FIELDS, EngineConfig
 from gapless.config_sources import ALIASES
 from gapless.env import Env
 from gapless.errors import ConfigError
-from gapless.serve.media_options import parse_per_prompt, parse_processor_kwargs
+from gapless.serve.media_options import parse_per_prompt
 from gapless.serve.settings import ServerSettings
 
 _SERVER_ALIASES = {
@@ -109,8 +109,6 @@ def _plain(name: str, value: Any) -> Any:
         return _template_text(value)
     if name == "limit_mm_per_prompt":
         return parse_per_prompt(value)
-    if name == "mm_processor_kwargs":
-        return parse_processor_kwargs(value)
     return value
 
 

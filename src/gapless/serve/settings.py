@@ -15,12 +15,7 @@ from typing import Any, Literal, get_args
 from gapless.errors import ConfigError
 from gapless.multimodal.access import MediaAccess
 from gapless.multimodal.limits import DEFAULT_LIMITS, MediaLimits
-from gapless.serve.media_options import (
-    DEFAULT_PER_PROMPT,
-    Pairs,
-    parse_per_prompt,
-    parse_processor_kwargs,
-)
+from gapless.serve.media_options import DEFAULT_PER_PROMPT, PerPrompt, parse_per_prompt
 from gapless.serve.routing import Routing
 
 AccessLog = Literal["json", "text", "off"]
@@ -67,10 +62,8 @@ class ServerSettings:
     """Deaths in a row after which a replica is started again; then the server goes on without it."""
     enable_cache_reset: bool = False
     """Whether there is ``POST /reset_prefix_cache``."""
-    limit_mm_per_prompt: Pairs = DEFAULT_PER_PROMPT
+    limit_mm_per_prompt: PerPrompt = DEFAULT_PER_PROMPT
     """Most images and videos of one request."""
-    mm_processor_kwargs: Pairs = ()
-    """Settings of the model's processor that differ from those of its folder."""
     allowed_local_media_path: str | None = None
     """The folder whose files a request may name; none: no file is read."""
     allowed_media_domains: tuple[str, ...] = ()
@@ -103,8 +96,6 @@ class ServerSettings:
         _check_seconds("--health-stale-seconds", self.health_stale_s, 1, 600)
         if parse_per_prompt(self.limit_mm_per_prompt) != self.limit_mm_per_prompt:
             raise ConfigError("limit_mm_per_prompt: make it with parse_per_prompt")
-        if parse_processor_kwargs(self.mm_processor_kwargs) != self.mm_processor_kwargs:
-            raise ConfigError("mm_processor_kwargs: make it with parse_processor_kwargs")
         _check_texts("--allowed-media-domains", self.allowed_media_domains)
         _check_int("--max-media-bytes", self.max_media_bytes, 2**20, 2**40)
         _ = self.media_limits, self.media_access  # they check their parts

@@ -15,11 +15,12 @@ import pytest
 from http_fakes import MODEL, Connection, FakeClient, call, post
 from PIL import Image
 
+from gapless.config_media import parse_processor_kwargs
 from gapless.models.sources import open_tokenizer
 from gapless.multimodal.loading import MediaLoader
 from gapless.multimodal.opening import open_processor
+from gapless.multimodal.overrides import override
 from gapless.serve.app import create_app
-from gapless.serve.media_options import ProcessorOverrides, parse_processor_kwargs
 from gapless.serve.settings import ServerSettings
 from vl_checkpoints import IMAGE_ID, VIDEO_ID, write_vl_folder
 
@@ -52,7 +53,7 @@ def make_app(folder: Path, client: FakeClient | None = None, *, kwargs: Any = "{
     tokenizer = open_tokenizer(str(folder))
     processor = open_processor(str(folder), tokenizer)
     assert processor is not None
-    processor = ProcessorOverrides(kwargs=parse_processor_kwargs(kwargs)).apply(processor)
+    processor = override(processor, parse_processor_kwargs(kwargs))
     settings = {"access_log": "off", "chat_template": TEMPLATE, **settings}
     return create_app(client or make_client(), ServerSettings(**settings), tokenizer, processor)
 

@@ -161,16 +161,15 @@ def test_limits_of_media_that_make_no_sense_are_refused(value, words):
 )
 def test_settings_of_the_processor_that_make_no_sense_are_refused(value, words):
     with pytest.raises(ConfigError, match=words):
-        resolve(server={"mm_processor_kwargs": value})
+        resolve(engine={"mm_processor_kwargs": value})
 
 
 def test_settings_of_media_are_shown_as_objects():
     kwargs = {"videos_kwargs": {"fps": 1}, "max_pixels": 9000}
-    options = resolve(server={"mm_processor_kwargs": json.dumps(kwargs)})
+    options = resolve(engine={"mm_processor_kwargs": json.dumps(kwargs)})
     assert options == resolve(file={"mm_processor_kwargs": kwargs})
-    shown = options.server.to_dict()
-    assert shown["mm_processor_kwargs"] == kwargs
-    assert shown["limit_mm_per_prompt"] == {"image": 16, "video": 1}
+    assert options.engine.mm_processor_kwargs == (("max_pixels", 9000), ("videos_kwargs", (("fps", 1),)))
+    assert options.server.to_dict()["limit_mm_per_prompt"] == {"image": 16, "video": 1}
 
 
 def test_what_is_shown_of_settings_holds_no_key():
@@ -257,6 +256,12 @@ ENGINE_CASES = [
     *_case("--enable-prefix-caching", "enable_prefix_caching", ("", True)),
     *_case("--no-enable-prefix-caching", "enable_prefix_caching", ("", False)),
     *_case("--enforce-eager", "enforce_eager", ("", True)),
+    *_case("--enable-vit-cuda-graph", "enable_vit_cuda_graph", ("", True)),
+    Case("vit_cuda_graph_mode", ("--vit-cuda-graph-mode", "exact", "--enable-vit-cuda-graph"), "exact"),
+    Case("vit_cuda_graph_budgets", ("--vit-cuda-graph-budgets", "8,16", "--enable-vit-cuda-graph"), (8, 16)),
+    Case("vit_cuda_graph_max_tokens", ("--vit-cuda-graph-max-tokens", "64", "--enable-vit-cuda-graph"), 64),
+    *_case("--mm-embedding-cache-tokens", "mm_embedding_cache_tokens", ("5", 5)),
+    *_case("--mm-processor-kwargs", "mm_processor_kwargs", ('{"max_pixels":9000}', (("max_pixels", 9000),))),
 ]
 GRAPH_CASES = [
     *(
@@ -370,7 +375,6 @@ SERVER_CASES: dict[str, tuple[str, Any]] = {
     "routing": ("load", "load"),
     "max_replica_restarts": ("0", 0),
     "limit_mm_per_prompt": ("image=4,video=0", (("image", 4), ("video", 0))),
-    "mm_processor_kwargs": ('{"max_pixels": 9000, "fps": 1}', (("fps", 1), ("max_pixels", 9000))),
     "allowed_local_media_path": ("/", "/"),
     "allowed_media_domains": ("example.org", ("example.org",)),
     "max_image_bytes": ("7", 7),
