@@ -118,13 +118,14 @@ class HttpSide:
         from gapless.models.sources import open_tokenizer
         from gapless.multimodal.opening import open_processor
         from gapless.serve.app import create_app
-        from gapless.serve.media_options import ProcessorOverrides
 
         model = options.engine.model
         tokenizer = open_tokenizer(model)
         processor = open_processor(model, tokenizer)
         if processor is not None:
-            processor = ProcessorOverrides(kwargs=options.server.mm_processor_kwargs).apply(processor)
+            from gapless.multimodal.overrides import override
+
+            processor = override(processor, options.engine.mm_processor_kwargs)
         client = RayClient(engines)
         await client.start()
         _made_apps.append(create_app(client, options.server, tokenizer, processor))
