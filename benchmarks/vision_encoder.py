@@ -83,6 +83,7 @@ def main() -> None:
         "device": str(device.torch_device),
         "dtype": arguments.dtype,
         "attention": arguments.attention,
+        "unfused": arguments.unfused,
         "repeats": arguments.repeats,
         "max_tokens": arguments.max_tokens,
         "towers": {},
@@ -90,7 +91,12 @@ def main() -> None:
     for name, (model_type, config) in (TINY if arguments.tiny else TOWERS).items():
         torch.manual_seed(0)
         tower = make_tower(
-            model_type, config, dtype=dtype, device=device.torch_device, attention=arguments.attention
+            model_type,
+            config,
+            dtype=dtype,
+            device=device.torch_device,
+            attention=arguments.attention,
+            is_fused=False if arguments.unfused else None,
         )
         for parameter in tower.module.parameters():
             parameter.data.normal_(0.0, 0.02)
@@ -235,6 +241,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sides", type=int, nargs="+", help="pixels of square images")
     parser.add_argument("--max-tokens", type=int, help="the largest budget, in patches")
     parser.add_argument("--repeats", type=int)
+    parser.add_argument("--unfused", action="store_true", help="our runs on Transformers' own blocks")
     parser.add_argument("--tiny", action="store_true", help="small towers")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(given)

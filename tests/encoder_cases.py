@@ -46,11 +46,10 @@ GRIDS: tuple[Grid, ...] = (
 
 
 def tiny_tower(
-    model_type: str, *, device: GraphDevice, attention: str = "auto", dtype: torch.dtype = torch.float32
+    model_type: str, *, device: GraphDevice, dtype: torch.dtype = torch.float32, **options: Any
 ) -> VisionTower:
-    tower = make_tower(
-        model_type, CONFIGS[model_type], dtype=dtype, device=device.torch_device, attention=attention
-    )
+    """``options`` are those of ``make_tower``."""
+    tower = make_tower(model_type, CONFIGS[model_type], dtype=dtype, device=device.torch_device, **options)
     fill(tower)
     return tower
 

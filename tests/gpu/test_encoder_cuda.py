@@ -66,20 +66,22 @@ def test_every_attention_equals_dense_attention(name: str, head_size: int, dtype
     assert (out[first:] == 0).all()
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("attention", ["triton_varlen", "torch_reference", "torch_segments"])
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_towers_equal_transformers(model_type: str, attention: str, cuda) -> None:
-    tower = tiny_tower(model_type, device=cuda, attention=attention)
+def test_towers_equal_transformers(model_type: str, attention: str, is_fused: bool, cuda) -> None:
+    tower = tiny_tower(model_type, device=cuda, attention=attention, is_fused=is_fused)
     runner = EncoderRunner(tower, device=cuda, options=EncoderOptions(mode=EncoderMode.OFF))
     items = [media(tower, grid) for grid in GRIDS]
     assert_close(runner.eager(items), [of_transformers(tower, item) for item in items])
 
 
 @pytest.mark.parametrize("mode", ["budget", "exact"])
-@pytest.mark.parametrize("attention", ["triton_varlen", "torch_reference"])
+@pytest.mark.parametrize(("attention", "is_fused"), [("triton_varlen", True), ("torch_reference", False)])
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_graphs_equal_their_oracle_on_random_sets(model_type, attention, mode, cuda) -> None:
-    runner = runner_of(tiny_tower(model_type, device=cuda, attention=attention), mode, device=cuda)
+def test_graphs_equal_their_oracle_on_random_sets(model_type, attention, is_fused, mode, cuda) -> None:
+    tower = tiny_tower(model_type, device=cuda, attention=attention, is_fused=is_fused)
+    runner = runner_of(tower, mode, device=cuda)
     check_random_sets(runner, count=60, seed=1)
     assert not runner.report()["failures"]
 

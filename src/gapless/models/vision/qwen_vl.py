@@ -20,7 +20,7 @@ from gapless.graphs.buffers import InputField
 from gapless.graphs.encoder_adapter import EncoderRun
 from gapless.models.vision import grids
 from gapless.models.vision.grids import Grid, GridArrays, cumulative, joined, joined_indices
-from gapless.models.vision.tower import VisionTower, build_module
+from gapless.models.vision.tower import Placement, VisionTower, build_module
 
 
 class Qwen25Tower(VisionTower):
@@ -28,14 +28,7 @@ class Qwen25Tower(VisionTower):
 
     has_windows: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        vision_config: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention: str = "auto",
-    ) -> None:
+    def __init__(self, vision_config: Mapping[str, Any], placement: Placement) -> None:
         from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
             Qwen2_5_VisionTransformerPretrainedModel,
@@ -45,10 +38,9 @@ class Qwen25Tower(VisionTower):
             Qwen2_5_VLVisionConfig,
             Qwen2_5_VisionTransformerPretrainedModel,
             vision_config,
-            dtype=dtype,
-            device=device,
+            placement,
         )
-        super().__init__(config, module, dtype=dtype, device=device, attention=attention)
+        super().__init__(config, module, placement)
         self.fields += (
             InputField(name="cu_window_len", dims=("windows+1",), pad="last"),
             InputField(name="cu_window_len_kk", dims=("windows",)),
@@ -86,39 +78,23 @@ class Qwen25Tower(VisionTower):
         hidden_PH = run["block_input"]
         # Padding takes rows of the first unit: a value like any other, that no real row looks at.
         hidden_PH.copy_(by_unit[run["window_index"]].view_as(hidden_PH))
-        rotations = self.rotations(run, module.rotary_pos_emb, hidden_PH)
+        run_block = self.block_runner(run, hidden_PH)
         full, window = self.full_segments(run), self.window_segments(run)
         for index, block in enumerate(module.blocks):
-            segments = full if index in module.fullatt_block_indexes else window
-            hidden_PH = block(
-                hidden_PH,
-                cu_seqlens=segments.cu_seqlens,
-                max_seqlen=segments.max_len,
-                position_embeddings=rotations,
-                segments=segments,
-                workspace_SHD=run["block_ws"],
-            )
+            is_full = index in module.fullatt_block_indexes
+            hidden_PH = run_block(block, hidden_PH, full if is_full else window)
         return (module.merger(hidden_PH)[run["reverse_index"]],)
 
 
 class Qwen3Tower(VisionTower):
     """See the module docstring."""
 
-    def __init__(
-        self,
-        vision_config: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention: str = "auto",
-    ) -> None:
+    def __init__(self, vision_config: Mapping[str, Any], placement: Placement) -> None:
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-        config, module = build_module(
-            Qwen3VLVisionConfig, Qwen3VLVisionModel, vision_config, dtype=dtype, device=device
-        )
-        super().__init__(config, module, dtype=dtype, device=device, attention=attention)
+        config, module = build_module(Qwen3VLVisionConfig, Qwen3VLVisionModel, vision_config, placement)
+        super().__init__(config, module, placement)
         taps = 4  # corners of a cell of the learned grid
         self.fields += (
             InputField(name="interp_indices", dims=("tokens", taps), poison=1),
@@ -156,18 +132,11 @@ class Qwen3Tower(VisionTower):
         positions_PH = (corners_P4H * run["interp_weights"][:, :, None]).sum(1)
         hidden_PH = run["block_input"]
         torch.add(embedded_PH, positions_PH.to(embedded_PH.dtype), out=hidden_PH)
-        rotations = self.rotations(run, module.rotary_pos_emb, hidden_PH)
+        run_block = self.block_runner(run, hidden_PH)
         segments = self.full_segments(run)
         taps_UE: list[Tensor] = []
         for index, block in enumerate(module.blocks):
-            hidden_PH = block(
-                hidden_PH,
-                cu_seqlens=segments.cu_seqlens,
-                max_seqlen=segments.max_len,
-                position_embeddings=rotations,
-                segments=segments,
-                workspace_SHD=run["block_ws"],
-            )
+            hidden_PH = run_block(block, hidden_PH, segments)
             if index in module.deepstack_visual_indexes:
                 merger = module.deepstack_merger_list[len(taps_UE)]
                 taps_UE.append(merger(hidden_PH))

@@ -11,7 +11,8 @@ two families are in ``qwen_vl.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,11 +26,23 @@ from gapless.graphs.buffers import InputField
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
+from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
+from gapless.models.vision.fused import BlockInputs, fused_block, merge_gated
 from gapless.models.vision.grids import Grid, GridArrays, GridCache, check_grid, cumulative, joined
 from gapless.multimodal.items import MediaItem
 
 _NAN = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a tower runs, and on what. See ``make_tower``."""
+
+    dtype: torch.dtype
+    device: torch.device
+    attention: str = "auto"
+    is_fused: bool | None = None
 
 
 class VisionTower:
@@ -38,13 +51,15 @@ class VisionTower:
     symbol = "tokens"
     has_windows: ClassVar[bool] = False
 
-    def __init__(
-        self, config: Any, module: nn.Module, *, dtype: torch.dtype, device: torch.device, attention: str
-    ) -> None:
+    def __init__(self, config: Any, module: nn.Module, placement: Placement) -> None:
+        dtype, device = placement.dtype, placement.device
         self.config, self.dtype, self.device = config, dtype, device
         self.module = module.eval().requires_grad_(False)
-        self.backend: VarlenBackend = create_varlen_backend(attention, device_type=device.type)
+        self.backend: VarlenBackend = create_varlen_backend(placement.attention, device_type=device.type)
         attach_varlen(self.module, self.backend)  # type: ignore[arg-type]
+        self.is_fused = has_fused_kernels(device) if placement.is_fused is None else placement.is_fused
+        if self.is_fused and config.hidden_act in ("silu", "swish"):
+            merge_gated(self.module)
         self.merge_size: int = config.spatial_merge_size
         self.granule: int = self.merge_size**2
         self.hidden_size: int = config.out_hidden_size
@@ -153,13 +168,30 @@ class VisionTower:
         weight = projection.weight.view(projection.weight.shape[0], -1)
         return nn.functional.linear(patches_PC.to(weight.dtype), weight, projection.bias)
 
-    def rotations(self, run: EncoderRun, rotary: nn.Module, hidden_PH: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every patch, in the static workspace."""
-        cos_PD, sin_PD = rotary(hidden_PH, run["position_ids"])
+    def block_runner(self, run: EncoderRun, hidden_PH: Tensor) -> Callable[[Any, Tensor, Segments], Tensor]:
+        """How this run calls a block: ``(block, hidden, segments) -> hidden``. Cosines and sines of every
+        patch are in the static workspace from then on."""
+        module: Any = self.module
         table = run["sin_cos_ws"]
-        table[:, 0].copy_(sin_PD)
-        table[:, 1].copy_(cos_PD)
-        return table[:, 1], table[:, 0]
+        cos_PD, sin_PD = module.rotary_pos_emb(hidden_PH, run["position_ids"])
+        width = table.shape[2]  # both halves of a head have the same angles: kernels read one
+        table[:, 0].copy_(cos_PD[:, :width])
+        table[:, 1].copy_(sin_PD[:, :width])
+        workspace_PHD = run["block_ws"]
+        if self.is_fused:
+            row_P = torch.arange(len(hidden_PH), dtype=torch.int32, device=hidden_PH.device)
+            inputs = BlockInputs(
+                table_P2F=table, row_P=row_P, workspace_PHD=workspace_PHD, backend=self.backend
+            )
+            return lambda block, hidden, segments: fused_block(block, hidden, inputs, segments)
+        return lambda block, hidden, segments: block(
+            hidden,
+            cu_seqlens=segments.cu_seqlens,
+            max_seqlen=segments.max_len,
+            position_embeddings=(table[:, 0], table[:, 1]),
+            segments=segments,
+            workspace_SHD=workspace_PHD,
+        )
 
     def full_segments(self, run: EncoderRun) -> Segments:
         return self._segments(run, "full", 0)
@@ -196,10 +228,11 @@ class VisionTower:
     def _workspaces(self) -> tuple[Workspace, ...]:
         """``sin_cos_ws`` has room for ``max_content_len`` patches, like everything here: nothing grows."""
         heads = (self.config.num_heads, self.head_size)
+        width = self.head_size // 2 if self.is_fused else self.head_size
         return (
             Workspace(name="block_input", dims=("tokens", self.config.hidden_size), dtype=self.dtype),
             Workspace(name="block_ws", dims=("tokens", *heads), dtype=self.dtype),
-            Workspace(name="sin_cos_ws", dims=("tokens", 2, self.head_size), dtype=torch.float32),
+            Workspace(name="sin_cos_ws", dims=("tokens", 2, width), dtype=torch.float32),
         )
 
 
@@ -210,9 +243,12 @@ def make_tower(
     dtype: torch.dtype,
     device: torch.device,
     attention: str = "auto",
+    is_fused: bool | None = None,
 ) -> VisionTower:
     """The tower of a model with this ``model_type``, its weights not filled in. ``attention`` names a backend
-    of ``attention/varlen.py``. Raises ``ModelError`` for another model or a config that it does not take."""
+    of ``attention/varlen.py``. ``is_fused``: on fused kernels, or on Transformers' modules as they are; by
+    default as the device allows. Raises ``ModelError`` for another model or a config that it does not take.
+    """
     from gapless.models.vision.qwen_vl import FAMILIES
 
     family = FAMILIES.get(model_type)
@@ -220,16 +256,13 @@ def make_tower(
         raise ModelError(
             f"no vision tower for model_type={model_type!r}; there are some for {', '.join(FAMILIES)}"
         )
-    return family(vision_config, dtype=dtype, device=device, attention=attention)
+    return family(
+        vision_config, Placement(dtype=dtype, device=device, attention=attention, is_fused=is_fused)
+    )
 
 
 def build_module(
-    config_class: Any,
-    module_class: Any,
-    vision_config: Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    config_class: Any, module_class: Any, vision_config: Mapping[str, Any], placement: Placement
 ) -> tuple[Any, nn.Module]:
     """Config and module of Transformers, with parameters of no particular value. Raises ``ModelError`` for
     keys that the config class refuses."""
@@ -245,5 +278,5 @@ def build_module(
         config = config_class(**known)
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"vision_config does not fit {config_class.__name__}: {error}") from error
-    with torch.device(device), no_init_weights():
-        return config, module_class._from_config(config, dtype=dtype)
+    with torch.device(placement.device), no_init_weights():
+        return config, module_class._from_config(config, dtype=placement.dtype)

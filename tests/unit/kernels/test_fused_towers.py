@@ -1,0 +1,70 @@
+"""Vision towers on fused kernels equal Transformers' own modules, alone and as graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encoder_cases import CONFIGS, assert_close, assert_equal, media, of_transformers, runner_of, tiny_tower
+from gapless.graphs.device import get_device
+from gapless.models.vision.tower import VisionTower, make_tower
+
+CPU = get_device("cpu")
+GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 10)]
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
+)
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def tower(request: pytest.FixtureRequest) -> VisionTower:
+    return tiny_tower(request.param, device=CPU, is_fused=True)
+
+
+def test_fused_blocks_equal_transformers(tower: VisionTower) -> None:
+    assert tower.is_fused
+    items = [media(tower, grid) for grid in GRIDS]
+    with runner_of(tower, "off", device=CPU) as runner:
+        assert_close(runner.run(items), [of_transformers(tower, item) for item in items])
+
+
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+def test_graphs_of_fused_blocks_equal_their_oracle(tower: VisionTower, mode: str) -> None:
+    items = [media(tower, grid) for grid in ((1, 2, 2), (2, 2, 2))]
+    options = {"budgets": (16,)} if mode == "budget" else {"max_tokens": 16}
+    with runner_of(tower, mode, device=CPU, **options) as runner:
+        oracle = runner.padded_eager if mode == "budget" else runner.eager
+        assert_equal(runner.run(items), oracle(items))
+        assert not runner.report()["failures"]
+
+
+def test_poisoned_padding_reaches_no_real_row(tower: VisionTower) -> None:
+    item = media(tower, (1, 2, 4))
+    with runner_of(tower, "budget", device=CPU, budgets=(16,)) as runner:
+        before = runner.run([item])
+        assert runner._memory is not None
+        runner._memory.inputs.poison = True
+        assert_equal(runner.run([item]), before)
+
+
+def test_merged_projections_are_filled_through_the_checkpoints_names() -> None:
+    tower = make_tower(
+        "qwen2_5_vl", CONFIGS["qwen2_5_vl"], dtype=torch.float32, device=CPU.torch_device, is_fused=True
+    )
+    plain = tiny_tower("qwen2_5_vl", device=CPU, is_fused=False)
+    targets = tower.weight_targets()
+    assert set(targets) == set(plain.weight_targets())
+    for name, target in targets.items():
+        target.load(name, plain.module.state_dict()[name.removeprefix("visual.")], source="test")
+    mlp = tower.module.blocks[0].mlp  # type: ignore[union-attr, index]
+    assert torch.equal(mlp.gate_up_weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    item = media(plain, (1, 4, 4))
+    with runner_of(tower, "off", device=CPU) as runner:
+        assert_close(runner.run([item]), [of_transformers(plain, item)])
+
+
+def test_an_activation_without_a_kernel_keeps_its_own_mlp() -> None:
+    config = {**CONFIGS["qwen2_5_vl"], "hidden_act": "gelu"}
+    tower = make_tower("qwen2_5_vl", config, dtype=torch.float32, device=CPU.torch_device, is_fused=True)
+    assert not hasattr(tower.module.blocks[0].mlp, "gate_up_weight")  # type: ignore[union-attr, index]
