@@ -110,9 +110,11 @@ def test_fused_kernels_give_the_same_logits(loaded: LoadedModel, name: str) -> N
     assert _difference(last, _reference(loaded.model_type, prompt, extra=[7])[-1:]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["text", "image and video"])
-def test_a_text_model_with_experts_takes_media_too(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "is_published"), [("text", True), ("image and video", False)])
+def test_a_text_model_with_experts_takes_media_too(tmp_path: Path, name: str, is_published: bool) -> None:
     folder = write_vl_folder(tmp_path, "qwen3_vl_moe")
+    if not is_published:  # what Transformers saves, it has read turned round
+        vl_model("qwen3_vl_moe").save_pretrained(folder)
     loaded = load_model(str(folder), device=torch.device("cpu"))
     assert loaded.info.num_experts == 4
     prompt, expected = _case(loaded, name)

@@ -58,32 +58,39 @@ class ExpertWeights(nn.Module):
             yield f"{expert}.{names.down}.weight", down
 
     def _stacked_targets(self, prefix: str) -> Iterator[tuple[str, WeightTarget]]:
-        num_experts, hidden, full = (
-            self._config.num_experts,
-            self._hidden_size,
-            self._config.intermediate_size,
-        )
-        is_transposed = self._config.names.is_transposed
-        halves_N2FE = self.gate_up_NOE.unflatten(1, (2, self.size))[:, :, : self._span]
-        gate_up_shape: tuple[int, ...] = (num_experts, 2 * full, hidden)
-        down, down_shape, down_part = (
-            self.down_NEF[:, :, : self._span],
-            (num_experts, hidden, full),
-            self._part(2),
-        )
-        if is_transposed:
-            gate_up_shape = (num_experts, hidden, 2 * full)
-            down, down_shape, down_part = down.transpose(1, 2), (num_experts, full, hidden), self._part(1)
-        yield f"{prefix}.gate_up_proj", self._gate_up_target(halves_N2FE, gate_up_shape)
-        yield f"{prefix}.down_proj", WeightTarget(tensor=down, shape=down_shape, part=down_part)
+        """Of the form that published files have and, where that is the transposed one, of Transformers' own:
+        it reads both and writes the latter."""
+        gate_up, down = self._gate_up_target(other=None), self._down_target(other=None)
+        if self._config.names.is_transposed:
+            gate_up = self._gate_up_target(is_transposed=True, other=gate_up)
+            down = self._down_target(is_transposed=True, other=down)
+        yield f"{prefix}.gate_up_proj", gate_up
+        yield f"{prefix}.down_proj", down
 
-    def _gate_up_target(self, halves_N2FE: Tensor, shape: tuple[int, ...]) -> WeightTarget:
-        dim = 2 if self._config.names.is_transposed else 1
+    def _down_target(self, *, is_transposed: bool = False, other: WeightTarget | None) -> WeightTarget:
+        num_experts, hidden, full = self._sizes
+        down_NEF = self.down_NEF[:, :, : self._span]
+        if not is_transposed:
+            shape = (num_experts, hidden, full)
+            return WeightTarget(tensor=down_NEF, shape=shape, part=self._part(2), other=other)
+        shape, tensor = (num_experts, full, hidden), down_NEF.transpose(1, 2)
+        return WeightTarget(tensor=tensor, shape=shape, part=self._part(1), other=other)
+
+    def _gate_up_target(self, *, is_transposed: bool = False, other: WeightTarget | None) -> WeightTarget:
+        num_experts, hidden, full = self._sizes
+        dim = 2 if is_transposed else 1
+        shape = (num_experts, hidden, 2 * full) if is_transposed else (num_experts, 2 * full, hidden)
+        halves_N2FE = self.gate_up_NOE.unflatten(1, (2, self.size))[:, :, : self._span]
         if self._shard.is_whole:
             whole = halves_N2FE.flatten(1, 2)
-            return WeightTarget(tensor=whole if dim == 1 else whole.transpose(1, 2), shape=shape)
-        tensor = halves_N2FE if dim == 1 else halves_N2FE.permute(0, 3, 1, 2)
-        return GateUpTarget(tensor=tensor, shape=shape, part=self._part(dim))
+            tensor = whole.transpose(1, 2) if is_transposed else whole
+            return WeightTarget(tensor=tensor, shape=shape, other=other)
+        tensor = halves_N2FE.permute(0, 3, 1, 2) if is_transposed else halves_N2FE
+        return GateUpTarget(tensor=tensor, shape=shape, part=self._part(dim), other=other)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self._config.num_experts, self._hidden_size, self._config.intermediate_size
 
     @property
     def _span(self) -> int:

@@ -55,6 +55,13 @@ class WeightTarget:
     tensor: Tensor
     shape: tuple[int, ...]
     part: Slice | None = None
+    other: WeightTarget | None = None
+    """Of the same parameter, for files by a writer who turns matrices round."""
+
+    def of_shape(self, shape: Iterable[int]) -> WeightTarget:
+        """The target for a stored tensor of ``shape``: this one, unless only the other fits."""
+        shape = tuple(shape)
+        return self.other if self.other is not None and shape == self.other.shape != self.shape else self
 
     def load(self, name: str, value: Tensor, *, source: str) -> None:
         """Copy this rank's part of the whole tensor ``value`` in, converting dtype and device. Raises

@@ -72,6 +72,7 @@ def load_safetensors(
                     f"{path}: tensor '{stored_name}' has no place in a {model.info.architecture} with this "
                     f"config; config and weights do not belong together"
                 )
+            target = target.of_shape(stored.shape)
             target.check_shape(name, stored.shape, source=str(path))
             part = stored.read(target)
             target.load_part(name, part, source=str(path))
