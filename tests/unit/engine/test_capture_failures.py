@@ -56,8 +56,8 @@ def break_sizes(monkeypatch: pytest.MonkeyPatch, attempts: Counter[int], bad: se
     """Forwards of ``bad`` numbers of tokens read from the host, which only an eager run can do."""
     forward = GraphSet._hidden_states
 
-    def reads_from_host(self: GraphSet, views):  # type: ignore[no-untyped-def]
-        hidden_TE = forward(self, views)
+    def reads_from_host(self: GraphSet, views, *more):  # type: ignore[no-untyped-def]
+        hidden_TE = forward(self, views, *more)
         if views.sizes["tokens"] in bad:
             if self.store.device.is_recording():
                 attempts[views.sizes["tokens"]] += 1
@@ -76,7 +76,7 @@ def tokens_of(runner: ModelRunner, num_tokens: int) -> list[int]:
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize(
     "bad",
-    [{32}, {28}, {32, 28}, {32, 28, 24}, {8}, {32, 8}, set(PREFILL_SIZES)],
+    [{32}, {28}, {32, 28, 8}, set(PREFILL_SIZES)],
     ids=lambda bad: "+".join(map(str, sorted(bad))),
 )
 def test_sizes_that_fail_while_memory_is_measured_stay_eager_and_are_tried_once(
@@ -143,10 +143,10 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     """In every eager forward of so many tokens while graphs are captured; each size is warmed up."""
     forward = GraphSet._hidden_states
 
-    def too_large(self: GraphSet, views):  # type: ignore[no-untyped-def]
+    def too_large(self: GraphSet, views, *more):  # type: ignore[no-untyped-def]
         if views.sizes["tokens"] == num_tokens and self.store.is_capturing:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(self, views)
+        return forward(self, views, *more)
 
     monkeypatch.setattr(GraphSet, "_hidden_states", too_large)
     monkeypatch.setattr(get_device(torch.device("cpu")), "num_warmups", 1)

@@ -8,6 +8,7 @@ block may be lost.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from types import FrameType
 from typing import Any
@@ -25,8 +26,9 @@ FILES += ("cache/blocks.py",)
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [9, 8], "c": [4] * 9}
 LATER = [3, 3, 3]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False)
-STRIDE = 12
+STRIDE = 4 if os.environ.get("GAPLESS_SOAK") == "1" else 36
 """Of the two to three thousand lines, every so many: all of them take a quarter of a minute."""
+MIN_LINES = 1200
 
 
 class Interrupter:
@@ -100,7 +102,7 @@ def test_an_engine_interrupted_at_any_line_goes_on(
         outputs: dict[str, CompletionOutput] = {}
         interrupter = interrupted_at(at_line, core, outputs)
         if not interrupter.where:
-            assert interrupter.num_lines > 100 * STRIDE, "nearly nothing was traced"
+            assert interrupter.num_lines > MIN_LINES, "nearly nothing was traced"
             return
         core.add_request("later", LATER, GREEDY)
         drain(core, outputs)

@@ -29,6 +29,7 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 IDS_ONLY = SamplingParams(max_tokens=40, temperature=0.0, detokenize=False, ignore_eos=True)
+FEW_GRAPHS = {"enforce_eager": False, "cuda_graph_bs_prefill": [8, 32], "cuda_graph_bs_decode": [1, 4]}
 PROMPTS = [[number + 2] * (5 * number + 1) for number in range(6)]
 
 
@@ -70,8 +71,8 @@ def reference(folder) -> list[tuple[int, ...]]:
         {"kv_cache_tokens": 96},
         {"kv_cache_tokens": 96, "chunked_prefill_size": 4},
         {"max_running_requests": 1},
-        {"enforce_eager": False},
-        {"enforce_eager": False, "kv_cache_tokens": 96, "cuda_graph_backend_prefill": "breakable"},
+        {**FEW_GRAPHS},
+        {**FEW_GRAPHS, "kv_cache_tokens": 96, "cuda_graph_backend_prefill": "breakable"},
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "roomy",
 )
@@ -86,7 +87,7 @@ def test_batching_chunks_preemption_and_graphs_change_no_token(folder, reference
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", CUDAGraphMode.FULL_AND_PIECEWISE])
 def test_the_mode_may_be_a_string_or_the_enum(folder, reference, mode):
     config = {"mode": 3, "cudagraph_mode": mode}
-    with open_tiny(folder, dtype="auto", enforce_eager=False, compilation_config=config) as llm:
+    with open_tiny(folder, dtype="auto", **FEW_GRAPHS, compilation_config=config) as llm:
         plan = llm.report()["plan"]
         assert (plan["prefill"]["strategy"], plan["decode"]["strategy"]) == ("tc_piecewise", "full")
         assert tokens_of(llm, PROMPTS) == reference

@@ -24,14 +24,20 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {"cuda_graph_backend_prefill": "full", "cuda_graph_backend_decode": "full"},
     "breakable": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "breakable"},
     "breakable_prefill": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "full"},
-    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
     "tc_piecewise": {
         "cuda_graph_backend_prefill": "tc_piecewise",
         "cuda_graph_backend_decode": "tc_piecewise",
     },
     "compiled_full_decode": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}},
-    "FULL_DECODE_ONLY": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
 }
+
+
+BUCKETS = range(4, 33, 4)
+
+
+def sizes_of(bucket: int) -> range:
+    """Numbers of tokens that are padded to ``bucket``."""
+    return range(bucket - 3, bucket + 1)
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -61,19 +67,20 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 33))
-def test_prefill_equals_padded_eager_at_every_size(opened: OpenedEngine, num_tokens: int) -> None:
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_prefill_equals_padded_eager_at_every_size(opened: OpenedEngine, bucket: int) -> None:
     runner = opened.runner
-    tokens = random_tokens(random.Random(num_tokens), num_tokens)
+    for num_tokens in sizes_of(bucket):
+        tokens = random_tokens(random.Random(num_tokens), num_tokens)
 
-    def step() -> torch.Tensor:
-        maker = BatchMaker()
-        result = runner.execute(maker.batch([(maker.sequence(tokens), num_tokens)]))
-        return logits_of(runner, result)
+        def step(tokens: list[int] = tokens) -> torch.Tensor:
+            maker = BatchMaker()
+            result = runner.execute(maker.batch([(maker.sequence(tokens), len(tokens))]))
+            return logits_of(runner, result)
 
-    graph, eager = run_twice(runner, step)
-    assert torch.equal(graph, eager)
-    assert graph.isfinite().all()
+        graph, eager = run_twice(runner, step)
+        assert torch.equal(graph, eager), num_tokens
+        assert graph.isfinite().all(), num_tokens
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 3, 4])
@@ -140,33 +147,35 @@ def poisoned_and_eager(
     return zip(poisoned, eager, strict=True)
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 33))
+@pytest.mark.parametrize("bucket", BUCKETS)
 def test_prefill_with_poisoned_padding_equals_padded_eager_at_every_size(
-    opened: OpenedEngine, num_tokens: int
+    opened: OpenedEngine, bucket: int
 ) -> None:
     runner = opened.runner
-    tokens = random_tokens(random.Random(num_tokens), num_tokens)
+    prompts = {n: random_tokens(random.Random(n), n) for n in sizes_of(bucket)}
 
     def play() -> list[torch.Tensor]:
         maker = BatchMaker()
-        return [logits_of(runner, runner.execute(maker.batch([(maker.sequence(tokens), num_tokens)])))]
+        return [
+            logits_of(runner, runner.execute(maker.batch([(maker.sequence(tokens), num_tokens)])))
+            for num_tokens, tokens in prompts.items()
+        ]
 
     assert all(torch.equal(poisoned, eager) for poisoned, eager in poisoned_and_eager(runner, play))
 
 
-@pytest.mark.parametrize("num_tokens", range(3, 33))
+@pytest.mark.parametrize("bucket", BUCKETS)
 def test_mixed_steps_with_poisoned_padding_equal_padded_eager_at_every_size(
-    opened: OpenedEngine, num_tokens: int
+    opened: OpenedEngine, bucket: int
 ) -> None:
     """A decode, the rest of a chunked prompt and a new prompt in one step, then decodes of all three."""
     runner = opened.runner
-    rng = random.Random(num_tokens)
-    lengths = (rng.randint(1, 9), 5, num_tokens - 2)
-    prompts = [random_tokens(rng, length) for length in lengths]
 
-    def play() -> list[torch.Tensor]:
+    def play_one(num_tokens: int) -> list[torch.Tensor]:
+        rng = random.Random(num_tokens)
+        lengths = (rng.randint(1, 9), 5, num_tokens - 2)
         maker = BatchMaker()
-        decode, chunked, new = (maker.sequence(prompt) for prompt in prompts)
+        decode, chunked, new = (maker.sequence(random_tokens(rng, length)) for length in lengths)
         result = runner.execute(maker.batch([(decode, lengths[0]), (chunked, 4)]))
         collected = [logits_of(runner, result)]
         decode.token_ids += result.token_ids
@@ -176,6 +185,10 @@ def test_mixed_steps_with_poisoned_padding_equal_padded_eager_at_every_size(
             for (sequence, _), token in zip(work, result.token_ids, strict=True):
                 sequence.token_ids.append(token)
         return collected
+
+    def play() -> list[torch.Tensor]:
+        sizes = [n for n in sizes_of(bucket) if n > 2]  # one token of each of the three
+        return [logits for num_tokens in sizes for logits in play_one(num_tokens)]
 
     assert all(torch.equal(poisoned, eager) for poisoned, eager in poisoned_and_eager(runner, play))
 

@@ -187,9 +187,9 @@ def test_rows_that_are_not_aligned_are_left_to_the_library(num_in: int) -> None:
     assert default_tiles(make_product(num_in=1008)) is not None
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("num_in", [1, 576, 1024, 3072, 4096, 14336])
-@pytest.mark.parametrize("num_out", [1, 1024, 4096, 151936])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("num_in", [1, 576, 4096, 14336])
+@pytest.mark.parametrize("num_out", [1, 1024, 151936])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_candidates_fit_a_program(num_tokens: int, num_in: int, num_out: int, is_gated: bool) -> None:
     product = make_product(num_tokens, num_in=num_in, num_out=num_out, is_gated=is_gated)
@@ -313,7 +313,8 @@ def test_a_loaded_model_times_its_products_only_when_asked(
         attention=SimpleNamespace(qkv=make_linear(), out=make_linear()),
         mlp=SimpleNamespace(gate_up=make_linear(), down=make_linear()),
     )
-    fused.prepare_products(SimpleNamespace(blocks=[block] * 3, lm_head=make_linear()))  # type: ignore[arg-type]
+    model = SimpleNamespace(blocks=[block] * 3, lm_head=make_linear(), expert_layers=dict)
+    fused.prepare_products(model)  # type: ignore[arg-type]
     products = [(3, False), (3, False), (3, True), (3, False), (1, False)]
     assert calls == [("time", products), ("compile", products)][0 if asked else 1 :]
 

@@ -46,20 +46,20 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
 def test_filters_keep_what_the_oracle_keeps(filters: dict[str, float]) -> None:
-    logits = random_logits(3, 150, "normal", seed=len(filters))
-    params = make_params(3, **filters)  # type: ignore[arg-type]
+    logits = random_logits(2, 100, "normal", seed=len(filters))
+    params = make_params(2, **filters)  # type: ignore[arg-type]
     assert torch.equal(params.draw(logits), params.expected(logits))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_logits(kind: str) -> None:
-    logits = random_logits(2, 150, kind)
+    logits = random_logits(2, 100, kind)
     params = make_params(2, temperature=[0.9, 1.5], top_k=[30, 0], top_p=[0.9, 0.6], min_p=[0.0, 0.03])
     assert torch.equal(params.draw(logits), params.expected(logits))
     assert torch.equal(params.draw(logits, filtered=False), params.expected(logits, filtered=False))
 
 
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 300])
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 200])
 def test_vocabularies_of_any_size(size: int) -> None:
     logits = random_logits(2, size, "normal", seed=size)
     params = make_params(2, top_k=[7, 0], top_p=[1.0, 0.8], first_seed=size)
@@ -68,7 +68,7 @@ def test_vocabularies_of_any_size(size: int) -> None:
 
 
 def test_a_full_list_changes_nothing_but_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = random_logits(2, 200, "ties", seed=4)
+    logits = random_logits(2, 140, "ties", seed=4)
     params = make_params(2, top_k=[90, 0], top_p=[1.0, 0.8])
     drawn = []
     for size in (64, 1):
@@ -83,7 +83,7 @@ def test_ties_at_the_cut_go_to_the_lower_ids(top_k: int) -> None:
     logits = torch.full((40, 130), -5.0)
     logits[:, [20, 70, 129]] = 2.0
     kept = {20, 70, 129} if top_k == 3 else set([20, 70][:top_k])
-    drawn = make_params(40, top_k=top_k).draw(logits[:4])
+    drawn = make_params(40, top_k=top_k).draw(logits[:3])
     assert set(drawn.tolist()) <= kept
     expected = make_params(40, top_k=top_k).expected(logits)
     assert set(expected.tolist()) == kept
@@ -107,7 +107,7 @@ def test_rows_of_all_sorts_do_not_disturb_each_other() -> None:
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
-    logits = random_logits(3, 150, "normal", seed=2)
+    logits = random_logits(3, 100, "normal", seed=2)
     params = make_params(3, top_k=[9, 0, 50], top_p=[1.0, 0.8, 0.6])
     together = params.draw(logits)
     for row in range(3):
@@ -116,7 +116,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 
 
 def test_frequencies_follow_the_softmax() -> None:
-    count = 100
+    count = 60
     logits = torch.tensor([[1.0, 0.5, 0.0, -1.0]]).expand(count, -1).contiguous()
     tokens = make_params(count, first_seed=3).draw(logits, filtered=False)
     observed = np.bincount(tokens.numpy(), minlength=4)
