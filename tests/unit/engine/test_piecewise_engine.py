@@ -18,6 +18,7 @@ from gapless.graphs.piecewise import FuseOutputCast, register_pass, unregister_p
 from gapless.models.decoder import Decoder
 
 BOTH = {"cuda_graph_backend_prefill": "tc_piecewise", "cuda_graph_backend_decode": "tc_piecewise"}
+SIZES = {"cuda_graph_bs_prefill": [8, 32], "cuda_graph_bs_decode": [1, 4]}
 LIMITS = {"max_running_requests": 2, "chunked_prefill_size": 8, "kv_cache_tokens": 64}
 MODE_3 = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}
 
@@ -61,7 +62,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_eager_and_of_padded_eager(
     tmp_path: Path, options: dict[str, Any], expected: list[list[int]]
 ) -> None:
-    opened = open_tiny(tmp_path, **options)
+    opened = open_tiny(tmp_path, **SIZES, **options)
     assert greedy(opened) == expected
     with opened.runner.padded_eager():
         assert greedy(opened) == expected
@@ -72,7 +73,7 @@ def test_greedy_tokens_are_those_of_eager_and_of_padded_eager(
 
 
 def test_the_report_says_what_was_compiled_and_what_ran(tmp_path: Path) -> None:
-    opened = open_tiny(tmp_path, **BOTH)
+    opened = open_tiny(tmp_path, **SIZES, **BOTH)
     greedy(opened)
     report = opened.runner.report()
     assert report["compile"]["split_ops"] == 2
@@ -130,7 +131,7 @@ def test_one_request_of_one_token_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_inductor_gives_the_same_tokens(tmp_path: Path, expected: list[list[int]]) -> None:
-    opened = open_tiny(tmp_path, cuda_graph_tc_compiler="inductor", **BOTH)
+    opened = open_tiny(tmp_path, cuda_graph_tc_compiler="inductor", **SIZES, **BOTH)
     assert greedy(opened) == expected
     with opened.runner.padded_eager():
         assert greedy(opened) == expected
@@ -184,7 +185,7 @@ def test_a_whole_graph_pass_makes_piecewise_full_and_keeps_the_tokens(
 ) -> None:
     register_pass(FuseOutputCast(ops=(ATTENTION_OP,), out_argument="out_THD"))
     try:
-        opened = open_tiny(tmp_path, compilation_config={"mode": 3})
+        opened = open_tiny(tmp_path, compilation_config={"mode": 3}, **SIZES)
     finally:
         unregister_pass("fuse_output_cast")
     assert greedy(opened) == expected

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 schemathesis = pytest.importorskip("schemathesis")
 
 IS_SOAK = os.environ.get("GAPLESS_SOAK") == "1"
-EXAMPLES = 400 if IS_SOAK else 10
+EXAMPLES = 400 if IS_SOAK else 5
 pytestmark = [pytest.mark.soak] if IS_SOAK else []  # a soak runs nothing without the mark
 APP = make_app(FakeClient(answer("[{}]")), max_body_bytes=2**20)
 DOCUMENT = call(APP, "GET", "/openapi.json").json()
