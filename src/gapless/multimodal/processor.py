@@ -51,16 +51,20 @@ class Processor:
         """Which frames of a video the model wants to see; ``fps`` or ``num_frames`` may be overridden."""
         from gapless.multimodal.sampling import FrameSampling  # decoding videos needs a package of its own
 
-        return FrameSampling(**{**self._sampling, **overrides})
+        return FrameSampling(**self._sampling_with(overrides))
 
     def with_settings(
         self, *, image: PixelSettings, video: PixelSettings, sampling: Mapping[str, Any]
     ) -> Processor:
         """Another one of the same model; ``sampling`` replaces what it names."""
-        kept = {**self._sampling, **sampling}
-        if "fps" in sampling:
-            kept.pop("num_frames", None)
+        kept = self._sampling_with(sampling)
         return Processor(self.config, image=image, video=video, sampling=kept, tokenizer=self._tokenizer)
+
+    def _sampling_with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {**self._sampling, **changes}
+        if "fps" in changes and "num_frames" not in changes:
+            kept.pop("num_frames", None)  # which would override it
+        return kept
 
     def placeholder(self, kind: MediaKind) -> list[int]:
         """What stands for one image or video in a prompt, marks included."""

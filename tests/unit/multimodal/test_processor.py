@@ -445,6 +445,9 @@ def test_one_joint_file_holds_both_settings(tmp_path: Path, family: str) -> None
     assert (processor.video.min_pixels, processor.video.max_pixels) == (99, 999)
     assert processor.sampling().fps == 1.0
     assert processor.sampling(fps=3.0).fps == 3.0
+    fixed = processor.with_settings(image=processor.image, video=processor.video, sampling={"num_frames": 6})
+    assert fixed.sampling().num_frames == 6
+    assert fixed.sampling(fps=3.0).num_frames is None
     assert processor.sampling().spacing == ("steps" if family == "qwen2_5_vl" else "ends")
 
 
