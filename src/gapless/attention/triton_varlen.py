@@ -84,6 +84,7 @@ def _constants(head_size: int, max_len: int, dtype: torch.dtype, device_type: st
         part_a //= 2
         part_b = max(next_power_of_2(head_size - part_a), 16)
     part_a = max(part_a, 16)
+    has_b = part_b > 0
     is_wide = dtype == torch.float32
     block_q = 64 if max_len <= 64 or is_wide else 128
     block_n = 32 if is_wide else 64
@@ -92,7 +93,8 @@ def _constants(head_size: int, max_len: int, dtype: torch.dtype, device_type: st
     return Constants(
         HEAD_SIZE=head_size,
         PART_A=part_a,
-        PART_B=part_b,
+        PART_B=part_b or 16,
+        HAS_B=has_b,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         DOT_PRECISION="ieee" if is_wide else "tf32",
@@ -137,6 +139,7 @@ def varlen_attention_kernel(
     HEAD_SIZE: tl.constexpr,
     PART_A: tl.constexpr,
     PART_B: tl.constexpr,
+    HAS_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
@@ -148,6 +151,8 @@ def varlen_attention_kernel(
     row = tl.arange(0, BLOCK_Q)
     dim_a = tl.arange(0, PART_A)
     is_dim_a = dim_a < HEAD_SIZE
+    dim_b = PART_A + tl.arange(0, PART_B)
+    is_dim_b = dim_b < HEAD_SIZE
     query_SHD += head * query_stride_h
     key_SHD += head * key_stride_h
     value_SHD += head * value_stride_h
@@ -166,69 +171,34 @@ def varlen_attention_kernel(
         if first < length:
             is_row = first + row < length
             row_in_all = (start + first + row).to(tl.int64)
-            query_a = tl.load(
-                query_SHD + row_in_all[:, None] * query_stride_s + dim_a[None, :],
-                mask=is_row[:, None] & is_dim_a[None, :],
-                other=0.0,
-            )
+            query_row = query_SHD + row_in_all[:, None] * query_stride_s
+            query_a = tl.load(query_row + dim_a[None, :], mask=is_row[:, None] & is_dim_a[None, :], other=0.0)
+            query_b = tl.load(query_row + dim_b[None, :], mask=is_row[:, None] & is_dim_b[None, :], other=0.0)
             best_M = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
             total_M = tl.zeros([BLOCK_Q], dtype=tl.float32)
             sum_a = tl.zeros([BLOCK_Q, PART_A], dtype=tl.float32)
-            if PART_B > 0:
-                dim_b = PART_A + tl.arange(0, PART_B)
-                is_dim_b = dim_b < HEAD_SIZE
-                query_b = tl.load(
-                    query_SHD + row_in_all[:, None] * query_stride_s + dim_b[None, :],
-                    mask=is_row[:, None] & is_dim_b[None, :],
-                    other=0.0,
-                )
-                sum_b = tl.zeros([BLOCK_Q, PART_B], dtype=tl.float32)
-            for first_key in range(0, length, BLOCK_N):
-                key = first_key + tl.arange(0, BLOCK_N)
-                is_key = key < length
-                key_in_all = (start + key).to(tl.int64)
-                key_a = tl.load(
-                    key_SHD + key_in_all[None, :] * key_stride_s + dim_a[:, None],
-                    mask=is_key[None, :] & is_dim_a[:, None],
-                    other=0.0,
-                )
-                score_MN = tl.dot(query_a, key_a, input_precision=DOT_PRECISION)
-                if PART_B > 0:
-                    key_b = tl.load(
-                        key_SHD + key_in_all[None, :] * key_stride_s + dim_b[:, None],
-                        mask=is_key[None, :] & is_dim_b[:, None],
-                        other=0.0,
-                    )
-                    score_MN += tl.dot(query_b, key_b, input_precision=DOT_PRECISION)
-                score_MN = tl.where(is_key[None, :], score_MN * scale_log2, float("-inf"))
-                new_best_M = tl.maximum(best_M, tl.max(score_MN, 1))
-                probability_MN = tl.exp2(score_MN - new_best_M[:, None])
-                shrink_M = tl.exp2(best_M - new_best_M)
-                total_M = total_M * shrink_M + tl.sum(probability_MN, 1)
-                best_M = new_best_M
-                value_a = tl.load(
-                    value_SHD + key_in_all[:, None] * value_stride_s + dim_a[None, :],
-                    mask=is_key[:, None] & is_dim_a[None, :],
-                    other=0.0,
-                )
-                probability = probability_MN.to(value_a.dtype)
-                sum_a = sum_a * shrink_M[:, None]
-                sum_a += tl.dot(probability, value_a, input_precision=DOT_PRECISION)
-                if PART_B > 0:
-                    value_b = tl.load(
-                        value_SHD + key_in_all[:, None] * value_stride_s + dim_b[None, :],
-                        mask=is_key[:, None] & is_dim_b[None, :],
-                        other=0.0,
-                    )
-                    sum_b = sum_b * shrink_M[:, None]
-                    sum_b += tl.dot(probability, value_b, input_precision=DOT_PRECISION)
+            sum_b = tl.zeros([BLOCK_Q, PART_B], dtype=tl.float32)
+            # Whole tiles of keys need no mask; what is left of the segment is at most one more.
+            key_rows = key_SHD + start.to(tl.int64) * key_stride_s
+            value_rows = value_SHD + start.to(tl.int64) * value_stride_s
+            whole = length // BLOCK_N * BLOCK_N
+            best_M, total_M, sum_a, sum_b = _attend_keys(
+                query_a, query_b, best_M, total_M, sum_a, sum_b, key_rows, value_rows, 0, whole, length,
+                scale_log2, key_stride_s, value_stride_s,
+                HEAD_SIZE, PART_A, PART_B, HAS_B, BLOCK_N, False, DOT_PRECISION,
+            )  # fmt: skip
+            best_M, total_M, sum_a, sum_b = _attend_keys(
+                query_a, query_b, best_M, total_M, sum_a, sum_b, key_rows, value_rows, whole, length, length,
+                scale_log2, key_stride_s, value_stride_s,
+                HEAD_SIZE, PART_A, PART_B, HAS_B, BLOCK_N, True, DOT_PRECISION,
+            )  # fmt: skip
             out_row = out_SHD + row_in_all[:, None] * out_stride_s
             tl.store(
                 out_row + dim_a[None, :],
                 (sum_a / total_M[:, None]).to(out_SHD.dtype.element_ty),
                 mask=is_row[:, None] & is_dim_a[None, :],
             )
-            if PART_B > 0:
+            if HAS_B:
                 tl.store(
                     out_row + dim_b[None, :],
                     (sum_b / total_M[:, None]).to(out_SHD.dtype.element_ty),
@@ -242,13 +212,88 @@ def varlen_attention_kernel(
         out_row = out_SHD + pad_S.to(tl.int64)[:, None] * out_stride_s
         zero_a = tl.zeros([BLOCK_Q, PART_A], dtype=out_SHD.dtype.element_ty)
         tl.store(out_row + dim_a[None, :], zero_a, mask=is_pad[:, None] & is_dim_a[None, :])
-        if PART_B > 0:
-            pad_dim_b = PART_A + tl.arange(0, PART_B)
+        if HAS_B:
             zero_b = tl.zeros([BLOCK_Q, PART_B], dtype=out_SHD.dtype.element_ty)
-            tl.store(
-                out_row + pad_dim_b[None, :], zero_b, mask=is_pad[:, None] & (pad_dim_b < HEAD_SIZE)[None, :]
-            )
+            tl.store(out_row + dim_b[None, :], zero_b, mask=is_pad[:, None] & is_dim_b[None, :])
         pad_row += tl.num_programs(1) * BLOCK_Q
+
+
+@triton.jit
+def _attend_keys(
+    query_a,
+    query_b,
+    best_M,
+    total_M,
+    sum_a,
+    sum_b,
+    key_rows,
+    value_rows,
+    first,
+    end,
+    length,
+    scale_log2,
+    key_stride_s,
+    value_stride_s,
+    HEAD_SIZE: tl.constexpr,
+    PART_A: tl.constexpr,
+    PART_B: tl.constexpr,
+    HAS_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_TAIL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """Online softmax over keys ``first : end`` of a segment; ``IS_TAIL`` masks those past ``length``."""
+    dim_a = tl.arange(0, PART_A)
+    dim_b = PART_A + tl.arange(0, PART_B)
+    for first_key in range(first, end, BLOCK_N):
+        key = first_key + tl.arange(0, BLOCK_N)
+        is_key = key < length
+        key_at = key_rows + key.to(tl.int64)[None, :] * key_stride_s
+        value_at = value_rows + key.to(tl.int64)[:, None] * value_stride_s
+        key_a = _load_part(
+            key_at + dim_a[:, None], is_key[None, :], dim_a[:, None], HEAD_SIZE, PART_A, IS_TAIL
+        )
+        score_MN = tl.dot(query_a, key_a, input_precision=DOT_PRECISION)
+        if HAS_B:
+            key_b = _load_part(
+                key_at + dim_b[:, None], is_key[None, :], dim_b[:, None], HEAD_SIZE, PART_A + PART_B, IS_TAIL
+            )
+            score_MN += tl.dot(query_b, key_b, input_precision=DOT_PRECISION)
+        score_MN *= scale_log2
+        if IS_TAIL:
+            score_MN = tl.where(is_key[None, :], score_MN, float("-inf"))
+        new_best_M = tl.maximum(best_M, tl.max(score_MN, 1))
+        probability_MN = tl.exp2(score_MN - new_best_M[:, None])
+        shrink_M = tl.exp2(best_M - new_best_M)
+        total_M = total_M * shrink_M + tl.sum(probability_MN, 1)
+        best_M = new_best_M
+        value_a = _load_part(
+            value_at + dim_a[None, :], is_key[:, None], dim_a[None, :], HEAD_SIZE, PART_A, IS_TAIL
+        )
+        probability = probability_MN.to(value_a.dtype)
+        sum_a = sum_a * shrink_M[:, None] + tl.dot(probability, value_a, input_precision=DOT_PRECISION)
+        if HAS_B:
+            value_b = _load_part(
+                value_at + dim_b[None, :],
+                is_key[:, None],
+                dim_b[None, :],
+                HEAD_SIZE,
+                PART_A + PART_B,
+                IS_TAIL,
+            )
+            sum_b = sum_b * shrink_M[:, None] + tl.dot(probability, value_b, input_precision=DOT_PRECISION)
+    return best_M, total_M, sum_a, sum_b
+
+
+@triton.jit
+def _load_part(pointer, is_key, dim, HEAD_SIZE: tl.constexpr, END: tl.constexpr, IS_TAIL: tl.constexpr):
+    """A tile, masked only where it may reach past the segment's keys or the head's end."""
+    if IS_TAIL:
+        return tl.load(pointer, mask=is_key & (dim < HEAD_SIZE), other=0.0)
+    elif END > HEAD_SIZE:
+        return tl.load(pointer, mask=dim < HEAD_SIZE, other=0.0)
+    else:
+        return tl.load(pointer)
 
 
 @triton.jit

@@ -11,10 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gapless.attention import triton_decode, triton_kernels
+from gapless.attention import triton_decode, triton_kernels, triton_varlen
 from gapless.attention.tile_rules import decode_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
+_SEGMENTS = ("cu_seqlens", "cu_seqlens_kk")
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -25,11 +26,11 @@ def compile_kernel(kernel: triton.JITFunction, dtype: torch.dtype, constants: di
             signature[name] = "constexpr"
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+        elif name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", *_SEGMENTS):
             signature[name] = "*i32"
         elif name.startswith(("part_", "stat_")):
             signature[name] = "*fp32"
-        elif name.endswith(("_THD", "_TKD", "_cache")):
+        elif name.endswith(("_THD", "_TKD", "_SHD", "_cache")):
             signature[name] = "*" + _TYPE_NAMES[dtype]
     places = {name: index for index, name in enumerate(kernel.arg_names)}
     aligned = [n for n, kind in signature.items() if kind.startswith("*") or "stride" in n]
@@ -86,6 +87,16 @@ def main() -> None:
         print(compile_kernel(kernel, dtype, {**both, **constants}, options))
     merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
+    compile_encoder_kernels([(80, 8192)] + [(72, 8192), (128, 64)] * ("--all" in sys.argv))
+
+
+def compile_encoder_kernels(shapes: list[tuple[int, int]]) -> None:
+    """``shapes``: head sizes and longest segments."""
+    for head_size, max_len in shapes:
+        constants = dict(triton_varlen._constants(head_size, max_len, torch.bfloat16, "cuda"))
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        kernel = triton_varlen.varlen_attention_kernel
+        print(compile_kernel(kernel, torch.bfloat16, constants, options))
 
 
 if __name__ == "__main__":
