@@ -1,0 +1,149 @@
+"""One GPU against several that hold the model together: step times, start-up, and whether they agree.
+
+For each number of ranks, in one process: seconds until ready and of every stage, milliseconds per token of a
+single greedy stream (the difference between two lengths, so prefill is left out), milliseconds of a prompt
+with one new token, how sums over ranks are made; then the logits of a few prompts against those of the first
+number, in standard deviations, and for how many tokens the greedy answers are the same.
+
+Usage: tensor_parallel.py CONFIG_DIR [--ranks 1 2] [--dtype auto] [--device auto] [--prompt 2048]
+                          [--strategies full breakable] [--output FILE]
+The last line is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_acceptance import metadata
+
+REPEATS = 7
+SHORT, LONG = 17, 145
+"""New tokens of the two runs whose difference is decode alone."""
+AGREEING = 32
+"""Tokens of the answers that are compared."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--strategies", nargs="+", default=["full"], help="of prefill; decode is full")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    answers: list[tuple[Any, list[tuple[int, ...]]]] = []
+    for strategy in args.strategies:
+        for ranks in args.ranks:
+            try:
+                row, *answer = measure(args, ranks, strategy)
+            except Exception as error:  # the other numbers are worth having
+                rows.append(
+                    {"ranks": ranks, "strategy": strategy, "error": f"{type(error).__name__}: {error}"}
+                )
+                print(json.dumps(rows[-1]), flush=True)
+                continue
+            answers.append((answer[0], answer[1]))
+            row |= agreement(answers[0], answers[-1])
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    result = {
+        "benchmark": "tensor_parallel",
+        "meta": metadata(),
+        "model": Path(args.config).name,
+        "prompt_tokens": args.prompt,
+        "rows": rows,
+    }
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, ...]:
+    """A row of numbers, logits of a few prompts, and greedy answers to them."""
+    from gapless import LLM, SamplingParams
+
+    config = json.loads((Path(args.config) / "config.json").read_text())
+    vocab, rng = config["vocab_size"], random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(10, vocab - 10) for _ in range(length)]
+
+    def params(max_tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+    start = time.perf_counter()
+    with LLM(
+        model=args.config,
+        load_format="dummy",
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=min(args.prompt + LONG + 64, config["max_position_embeddings"]),
+        tensor_parallel_size=ranks,
+        cuda_graph_backend_prefill=strategy,
+        cuda_graph_backend_decode="full",
+    ) as llm:
+        ready_s = time.perf_counter() - start
+
+        def seconds(length: int, max_tokens: int) -> float:
+            tokens = [prompt(length)]
+            begin = time.perf_counter()
+            llm.generate(tokens, params(max_tokens))
+            return time.perf_counter() - begin
+
+        for _ in range(2):
+            seconds(args.prompt, SHORT)
+        llm.reset_report()
+        prefill = [seconds(args.prompt, 1) for _ in range(REPEATS)]
+        decode = [(seconds(16, LONG) - seconds(16, SHORT)) / (LONG - SHORT) for _ in range(REPEATS)]
+        report = llm.report()
+        rng.seed(1)
+        prompts = [prompt(length) for length in (5, 33, 100)]
+        llm.reset_prefix_cache()
+        llm.generate(prompts, params(1))
+        logits = llm.runner.graphs.logits[: len(prompts)].float().cpu().clone()
+        llm.reset_prefix_cache()
+        outputs = llm.generate(prompts, params(AGREEING))
+    row = {
+        "ranks": ranks,
+        "strategy": strategy,
+        "ready_s": round(ready_s, 2),
+        "seconds": report["startup"]["seconds"],
+        "capture_s": report["memory"]["capture_s"],
+        "sums_by": (report["startup"]["ranks"] or {}).get("sums_by"),
+        "prefill_ms": round(1e3 * statistics.median(prefill), 3),
+        "prefill_ms_spread": round(1e3 * (max(prefill) - min(prefill)), 3),
+        "decode_ms": round(1e3 * statistics.median(decode), 4),
+        "decode_ms_spread": round(1e3 * (max(decode) - min(decode)), 4),
+        "num_graphs": len(report["graphs"]),
+        "failures": report["failures"],
+        "eager": report["eager"],
+    }
+    return row, logits, [output.outputs[0].token_ids for output in outputs]
+
+
+def agreement(first: tuple[Any, Any], other: tuple[Any, Any]) -> dict[str, Any]:
+    """Of logits and answers with those of the first row."""
+    deviation = float(first[0].std())
+    difference = (other[0] - first[0]) / deviation
+    same = [
+        next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+        for a, b in zip(first[1], other[1], strict=True)
+    ]
+    return {
+        "logits_rms_difference": float(difference.square().mean().sqrt()),
+        "logits_max_difference": float(difference.abs().max()),
+        "tokens_before_first_difference": same,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The parts of a model on the fused kernels (interpreted): sums lie where the plain forward has them.
+
+The ranks are threads of this process, which meet in every sum.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
+from checkpoints import TINY
+
+from gapless.attention.torch_reference import TorchReferenceBackend
+from gapless.graphs.context import ForwardContext, use_forward_context
+from gapless.models.config import parse_config
+from gapless.models.decoder import Decoder
+from gapless.models.dummy import fill_dummy_weights
+from gapless.parallel import collectives
+from gapless.parallel.shard import WHOLE, Shard
+from ragged_batches import make_batch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with two GPUs tests/gpu covers the compiled kernels"
+)
+
+CPU = torch.device("cpu")
+SIZE = 2
+
+
+class ThreadGroup:
+    """Stands for a ``RankGroup``."""
+
+    breaks = False
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def all_reduce(self, partial: Tensor) -> None:
+        partial.copy_(sum(self._meeting.exchange(self._rank, partial.clone())))
+
+    def gather_columns(self, local: Tensor, num_columns: int) -> Tensor:
+        return torch.cat(self._meeting.exchange(self._rank, local.clone()), dim=1)[:, :num_columns]
+
+
+class Meeting:
+    """Where values are exchanged. Only one rank computes at a time: the interpreter of Triton has state."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._barrier = threading.Barrier(SIZE, timeout=60)
+        self._values: dict[int, Tensor] = {}
+
+    def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
+        self._values[rank] = value
+        self.turn.release()
+        self._barrier.wait()
+        everything = [self._values[r] for r in range(SIZE)]
+        self._barrier.wait()
+        self.turn.acquire()
+        return everything
+
+
+def run(shard: Shard, *, fused: bool) -> tuple[Tensor, Tensor]:
+    """Hidden states of ids drawn on the device, and logits."""
+    raw = {**TINY, "vocab_size": 51, "intermediate_size": 40, "num_key_value_heads": 2}
+    config = parse_config(raw, source="test")
+    model = Decoder(config, max_positions=64, dtype=torch.float32, device=CPU, shard=shard)
+    fill_dummy_weights(model, seed=0)
+    model.has_fused_kernels = fused
+    layer = model.attention_layers()[0]
+    batch = make_batch(
+        [(0, 4), (3, 1)],
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+    )
+    for layer in model.attention_layers():
+        layer.bind(TorchReferenceBackend(), torch.zeros_like(batch.k_cache), torch.zeros_like(batch.v_cache))
+    with use_forward_context(ForwardContext(batch=batch.metadata)), torch.no_grad():
+        hidden = model.hidden_states_of_drawn(
+            torch.tensor([5, 6, 50, 7, 0], dtype=torch.int32),
+            torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32),
+            drawn_rows_T=torch.tensor([1, 1, 1, 1, 0], dtype=torch.int32),
+            drawn_R=torch.tensor([49, 0]),
+        )
+        return hidden, model.head(hidden)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_parts_together_are_the_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(WHOLE, fused=fused)
+    meeting, results = Meeting(), {}
+    monkeypatch.setattr(collectives, "_groups", {70 + r: ThreadGroup(meeting, r) for r in range(SIZE)})
+
+    def work(rank: int) -> None:
+        with meeting.turn:
+            results[rank] = run(Shard(rank=rank, size=SIZE, group=70 + rank), fused=fused)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rank in range(SIZE):
+        found: Any = results[rank]
+        for mine, wanted in zip(found, expected, strict=True):
+            assert float((mine - wanted).abs().max()) <= 1e-4
+        assert torch.equal(found[1], results[0][1]), "logits must be the same bits on all ranks"
