@@ -8,6 +8,7 @@ import pytest
 from tiny_model import BatchMaker, open_tiny
 
 from gapless.engine.row_graphs import RowGraphs
+from gapless.engine.runner import ModelRunner
 from gapless.graphs.modes import Phase
 from gapless.graphs.report import StepLog
 
@@ -28,11 +29,22 @@ def test_sampling_uses_powers_of_two_up_to_the_largest(
     assert RowGraphs(sizes, StepLog()).sampling_sizes == expected
 
 
-@pytest.mark.parametrize("num_reqs", range(1, 12))
-def test_every_number_of_rows_is_served_by_the_next_size_of_its_stage(tmp_path: Path, num_reqs: int) -> None:
-    runner = open_tiny(
-        tmp_path, max_running_requests=11, kv_cache_tokens=1024, cuda_graph_bs_decode=[1, 3, 5, 11]
+@pytest.fixture(scope="module")
+def runner_of_eleven(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return open_tiny(
+        tmp_path_factory.mktemp("tiny"),
+        max_running_requests=11,
+        kv_cache_tokens=1024,
+        cuda_graph_bs_decode=[1, 3, 5, 11],
     ).runner
+
+
+@pytest.mark.parametrize("num_reqs", range(1, 12))
+def test_every_number_of_rows_is_served_by_the_next_size_of_its_stage(
+    runner_of_eleven: ModelRunner, num_reqs: int
+) -> None:
+    runner = runner_of_eleven
+    runner.reset_report()
     maker = BatchMaker(temperature=1.0)
     runner.execute(maker.batch([(maker.sequence([1, 2]), 2) for _ in range(num_reqs)]))
     buckets = {step["phase"]: step["bucket"] for step in runner.report()["steps"]}

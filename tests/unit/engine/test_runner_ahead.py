@@ -16,7 +16,6 @@ from gapless.sampling.params import SamplingParams
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {"cuda_graph_backend_prefill": "full", "cuda_graph_backend_decode": "full"},
     "breakable": {"cuda_graph_backend_prefill": "breakable", "cuda_graph_backend_decode": "breakable"},
-    "FULL": {"compilation_config": {"cudagraph_mode": "FULL"}},
     "eager": {"enforce_eager": True},
 }
 
@@ -30,9 +29,9 @@ def generate(opened: OpenedEngine, ahead: int, seed: int, **params: Any) -> list
     rng = random.Random(seed)
     opened.runner.max_steps_ahead = ahead
     llm = LLM._from_parts(opened.runner, None, eos_token_ids=(2,))
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 45))] for _ in range(9)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 45))] for _ in range(7)]
     sampling = [
-        SamplingParams(**{"max_tokens": rng.randint(1, 25), "seed": i, "detokenize": False, **params})
+        SamplingParams(**{"max_tokens": rng.randint(1, 15), "seed": i, "detokenize": False, **params})
         for i in range(len(prompts))
     ]
     outputs = llm.generate(prompts, sampling)
