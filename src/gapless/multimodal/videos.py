@@ -10,6 +10,7 @@ memory is bounded by what is taken, not by how long the video is. Safe to call f
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ CODECS = (
 )
 MAX_PACKETS = 1_000_000
 """Of one video; an hour of 60 frames a second has 216,000."""
+MAX_DECODE_S = 60.0
+"""For one video. An hour at a high rate takes minutes, and whoever sends one holds up others meanwhile."""
+_THREADS = 4
 _FALLBACK_FPS = 24.0
 """For files that do not say, as Transformers assumes."""
 
@@ -132,8 +136,14 @@ def _take(
     index = next(wanted)
     position = 0
     size: tuple[int, int] | None = None
+    deadline_s = time.monotonic() + MAX_DECODE_S
     with _opened(data, name) as container:
         for frame in _frames(container, name):
+            if time.monotonic() > deadline_s:
+                raise RequestError(
+                    f"{name}: {position} frames of it took {MAX_DECODE_S:.0f} seconds to decode; cut it, or "
+                    "scale it down"
+                )
             _check_frame_size(frame.width, frame.height, limits, name)
             if position == index:
                 if size is None:
@@ -151,7 +161,10 @@ def _take(
 
 
 def _frames(container: Any, name: str) -> Iterator[Any]:
-    yield from container.decode(_video_stream(container, name))
+    stream = _video_stream(container, name)
+    stream.thread_type = "AUTO"
+    stream.codec_context.thread_count = _THREADS
+    yield from container.decode(stream)
 
 
 def _opened(data: bytes, name: str) -> Any:

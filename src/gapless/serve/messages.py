@@ -49,7 +49,8 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True):
-    """The images and videos of a prompt and what the decoder needs besides, as ``MediaPrompt``."""
+    """The images and videos of a prompt and what the decoder needs besides, as ``MediaPrompt``. A client that
+    has sent ``parts`` empties them: they are megabytes."""
 
     parts: list[MediaPart]
     rope_positions_3T: np.ndarray

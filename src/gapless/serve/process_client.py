@@ -228,6 +228,8 @@ class ProcessClient:
         stream = self._streams[request_id] = AnswerStream(num_choices, num_media_bytes=num_bytes)
         try:
             self._send(request)
+            if request.media is not None:
+                request.media.parts.clear()  # the engine has them now, and an answer may take minutes
             while not stream.is_over:
                 yield await stream.take()
         finally:

@@ -13,6 +13,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 from gapless.errors import RequestError
+from gapless.multimodal import videos
 from gapless.multimodal.limits import MediaLimits
 from gapless.multimodal.loading import MediaLoader, open_video
 from gapless.multimodal.sampling import FrameSampling
@@ -66,6 +67,14 @@ def test_an_animated_gif_is_a_video():
 def test_each_limit_acts_and_is_named(limits, message):
     with pytest.raises(RequestError, match=message):
         decode_video(video(GREYS), STEPS.choose, limits=MediaLimits(**limits))
+
+
+def test_decoding_has_a_time_limit(monkeypatch):
+    monkeypatch.setattr(videos, "MAX_DECODE_S", -1.0)
+    with pytest.raises(
+        RequestError, match=r"0 frames of it took .* seconds to decode; cut it, or scale it down"
+    ):
+        decode_video(video(GREYS), STEPS.choose)
 
 
 def test_narrow_frames_are_refused():
