@@ -72,7 +72,9 @@ class EncoderRunner(Generic[ItemT]):
             return
         self._memory = EncoderMemory(adapter, max_sizes=adapter.most(self.ladder[-1]), device=device)
         if self.mode is EncoderMode.BUDGET:
-            self._graphs = BudgetGraphs(self._memory, ladder=self.ladder, pool=pool)
+            self._graphs = BudgetGraphs(
+                self._memory, ladder=self.ladder, max_bytes=self.options.max_bytes, pool=pool
+            )
         else:
             bounds = {"max_graphs": self.options.max_graphs, "max_bytes": self.options.max_bytes}
             self._graphs = ExactGraphs(self._memory, **bounds, pool=pool)
@@ -225,8 +227,9 @@ class EncoderRunner(Generic[ItemT]):
     ) -> list[Rows]:
         if pack.budget is None:
             return self._eager(items, sizes, EncoderFallback.LARGER_THAN_LARGEST)
-        if not graphs.has_graph(pack.budget):
-            return self._eager(items, sizes, EncoderFallback.CAPTURE_FAILED)
+        reason = graphs.reason_for_none(pack.budget)
+        if reason is not None:
+            return self._eager(items, sizes, reason)
         real = total(sizes)
         outputs = graphs.run(pack.budget, mode, self.adapter.prepare(items), num_real=real)
         self._count(graphs.budgets[pack.budget].tokens, real, mode)

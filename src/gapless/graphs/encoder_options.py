@@ -34,7 +34,8 @@ class EncoderFallback(enum.StrEnum):
 class EncoderOptions:
     """``max_tokens`` is the largest run in a graph: the largest budget of budget mode, ``max_content_len`` of
     exact mode. ``budgets`` is an explicit list instead of the ladder that starts at ``smallest_budget``.
-    ``max_graphs`` and ``max_bytes`` (of the pool) bound a generation of exact graphs. Raises ``ConfigError``.
+    ``max_graphs`` and ``max_bytes`` (of the pool) bound the graphs of either mode: exact ones are evicted,
+    budgets that do not fit are given up, the largest first. Raises ``ConfigError``.
     """
 
     mode: EncoderMode = EncoderMode.BUDGET
@@ -52,10 +53,20 @@ class EncoderOptions:
             raise ConfigError(f"budgets={self.budgets} mean nothing in encoder mode {self.mode}")
 
     def ladder(self, granule: int) -> tuple[int, ...]:
-        """The sizes that static memory is made for, ascending: the budgets, or the maximum alone."""
+        """The sizes that static memory is made for, ascending: the budgets, or the maximum alone.
+
+        Raises ``ConfigError`` for more budgets than ``max_graphs``.
+        """
+        if self.mode is not EncoderMode.BUDGET:
+            return (ceil_to(self.max_tokens, granule),)
         if self.budgets is not None:
-            return normalise_budgets(self.budgets, granule=granule)
-        if self.mode is EncoderMode.BUDGET:
+            ladder = normalise_budgets(self.budgets, granule=granule)
+        else:
             smallest = min(self.smallest_budget, self.max_tokens)
-            return budget_ladder(smallest=smallest, largest=self.max_tokens, granule=granule)
-        return (ceil_to(self.max_tokens, granule),)
+            ladder = budget_ladder(smallest=smallest, largest=self.max_tokens, granule=granule)
+        if len(ladder) > self.max_graphs:
+            raise ConfigError(
+                f"{len(ladder)} token budgets exceed max_graphs={self.max_graphs}; raise it, or start at a "
+                f"larger smallest_budget than {ladder[0]}"
+            )
+        return ladder

@@ -14,9 +14,10 @@ from functools import partial
 from torch import Tensor
 
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.encoder_adapter import Bounds, Values
+from gapless.graphs.encoder_adapter import Values
 from gapless.graphs.encoder_budgets import Budget, Pack, Sizes, plan_packs
 from gapless.graphs.encoder_graphs import EncoderMemory, Generation
+from gapless.graphs.encoder_options import EncoderFallback
 from gapless.graphs.modes import RuntimeMode
 from gapless.graphs.store import SharedPool
 
@@ -27,45 +28,50 @@ class BudgetGraphs:
     """The graphs of one encoder, for every budget of ``ladder`` (ascending)."""
 
     def __init__(
-        self, memory: EncoderMemory, *, ladder: Sequence[int], pool: SharedPool | None = None
+        self,
+        memory: EncoderMemory,
+        *,
+        ladder: Sequence[int],
+        max_bytes: int,
+        pool: SharedPool | None = None,
     ) -> None:
-        self.memory = memory
-        self.generation = Generation(memory, pool=pool)
+        """Raises ``ConfigError`` for an encoder that has no graphs for any items."""
+        self.memory, self.max_bytes = memory, max_bytes
         self.budgets: list[Budget] = []
         """Empty before ``capture``."""
-        self._descriptors: list[BatchDescriptor] = []
-        self._failed: set[BatchDescriptor] = set()
-        adapter = memory.adapter
-        planned: list[tuple[BatchDescriptor, Sizes, Bounds]] = []
-        for tokens in ladder:
-            sizes = adapter.most(tokens)
-            descriptor = BatchDescriptor(num_tokens=tokens, num_reqs=sizes.get("segments", tokens))
-            planned.append((descriptor, sizes, adapter.worst_bounds(tokens)))
-        for descriptor, sizes, bounds in planned:
-            self._descriptors.append(descriptor)
-            self.generation.plan(
-                descriptor, sizes=sizes, bounds=bounds, make_dummy=partial(adapter.dummy, sizes)
-            )
+        self._pool = pool
+        self._ladder = tuple(ladder)
+        self._bounds = [memory.adapter.worst_bounds(tokens) for tokens in ladder]
+        self._descriptors = [
+            BatchDescriptor(num_tokens=tokens, num_reqs=memory.adapter.most(tokens).get("segments", tokens))
+            for tokens in ladder
+        ]
+        self._reasons: dict[int, EncoderFallback] = {}
+        """Budgets that stay eager, by index."""
+        self.generation = self._new_generation()
 
     def capture(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every budget, largest first, and price them."""
-        done = 0
-
-        def count(_: BatchDescriptor) -> None:
-            nonlocal done
-            done += 1
-            if on_progress is not None:
-                on_progress(done, len(self._descriptors))
-
-        self._failed = set(self.generation.capture(self._descriptors, on_done=count))
+        """Capture every budget, largest first, and price them. While the pool exceeds ``max_bytes`` the
+        largest budget is given up and the others are captured again."""
+        while True:
+            chosen = [i for i in range(len(self._ladder)) if i not in self._reasons]
+            failed = self._capture(chosen, on_progress)
+            too_large = self.generation.store.pool_bytes > self.max_bytes
+            if not too_large or not chosen:
+                break
+            self._reasons[chosen[-1]] = EncoderFallback.GRAPH_TOO_LARGE
+            self.generation.release()
+            self.generation = self._new_generation()
+        self._reasons |= dict.fromkeys(failed, EncoderFallback.CAPTURE_FAILED)
         self.budgets = self._price()
 
     def plan(self, sizes: Sequence[Mapping[str, int]]) -> list[Pack]:
         """The cheapest packs of items with these sizes, in order."""
         return plan_packs(sizes, self.budgets)
 
-    def has_graph(self, budget: int) -> bool:
-        return self._descriptors[budget] not in self._failed
+    def reason_for_none(self, budget: int) -> EncoderFallback | None:
+        """Why ``budget`` has no graph; None where it has one."""
+        return self._reasons.get(budget)
 
     def run(self, budget: int, mode: RuntimeMode, values: Values, *, num_real: Sizes) -> tuple[Tensor, ...]:
         """Replay a budget, or with mode NONE the same without its graph: rows in static memory."""
@@ -75,20 +81,36 @@ class BudgetGraphs:
         self.generation.release()
         self.budgets = []
 
+    def _capture(self, chosen: Sequence[int], on_progress: Callable[[int, int], None] | None) -> list[int]:
+        """Capture budgets by index; returns those that failed."""
+        done = 0
+
+        def count(_: BatchDescriptor) -> None:
+            nonlocal done
+            done += 1
+            if on_progress is not None:
+                on_progress(done, len(chosen))
+
+        failed = self.generation.capture([self._descriptors[i] for i in chosen], on_done=count)
+        return [self._descriptors.index(descriptor) for descriptor in failed]
+
     def _price(self) -> list[Budget]:
         """A budget without a graph costs what its tokens would in the dearest one: it attracts nothing."""
         adapter = self.memory.adapter
-        seconds: dict[BatchDescriptor, float] = {}
+        seconds: dict[int, float] = {}
         if self.memory.device.torch_device.type == "cuda":
-            for descriptor in self._descriptors:
-                if descriptor not in self._failed:
-                    seconds[descriptor] = self.generation.time(descriptor, repeats=_TIMED_REPLAYS)
-        per_token = max((s / d.num_tokens for d, s in seconds.items()), default=1.0)
+            for index, descriptor in enumerate(self._descriptors):
+                if index not in self._reasons:
+                    seconds[index] = self.generation.time(descriptor, repeats=_TIMED_REPLAYS)
+        per_token = max((s / self._ladder[i] for i, s in seconds.items()), default=1.0)
         return [
-            Budget(
-                tokens=descriptor.num_tokens,
-                sizes=adapter.most(descriptor.num_tokens),
-                cost=seconds.get(descriptor, descriptor.num_tokens * per_token),
-            )
-            for descriptor in self._descriptors
+            Budget(tokens=tokens, sizes=adapter.most(tokens), cost=seconds.get(index, tokens * per_token))
+            for index, tokens in enumerate(self._ladder)
         ]
+
+    def _new_generation(self) -> Generation:
+        generation, adapter = Generation(self.memory, pool=self._pool), self.memory.adapter
+        for tokens, descriptor, bounds in zip(self._ladder, self._descriptors, self._bounds, strict=True):
+            sizes = adapter.most(tokens)
+            generation.plan(descriptor, sizes=sizes, bounds=bounds, make_dummy=partial(adapter.dummy, sizes))
+        return generation

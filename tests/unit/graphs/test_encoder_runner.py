@@ -161,6 +161,25 @@ def test_explicit_budgets_replace_the_ladder() -> None:
     assert next(iter(runner.log.replays))[2] == 24
 
 
+def test_budgets_that_exceed_the_bytes_are_given_up_largest_first() -> None:
+    sizes = {}
+    for largest in (8, 16, 32):
+        with runner_of(budgets=tuple(n for n in (8, 16, 32) if n <= largest)).capture() as runner:
+            sizes[largest] = runner.report()["memory"]["pool_bytes"]
+    assert sizes[16] < sizes[32]
+    runner = runner_of(max_bytes=sizes[32] - 1).capture()
+    assert [row["num_tokens"] for row in runner.report()["graphs"]] == [16, 8]
+    assert runner.report()["memory"]["pool_bytes"] <= sizes[32] - 1
+    items = rows(20, 7)
+    assert_same(runner.run(items), runner.eager(items), atol=1e-5)
+    assert dict(runner.log.eager) == {(Phase.ENCODER, EncoderFallback.GRAPH_TOO_LARGE): 1}
+
+
+def test_more_budgets_than_graphs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 token budgets exceed max_graphs=2"):
+        runner_of(max_graphs=2)
+
+
 def test_exact_graphs_are_made_at_first_sight_and_replayed_after() -> None:
     encoder = ToyEncoder()
     runner = runner_of(encoder, "exact")
