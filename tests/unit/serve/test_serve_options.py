@@ -256,6 +256,9 @@ ENGINE_CASES = [
     *_case("--enable-prefix-caching", "enable_prefix_caching", ("", True)),
     *_case("--no-enable-prefix-caching", "enable_prefix_caching", ("", False)),
     *_case("--enforce-eager", "enforce_eager", ("", True)),
+    *_case("--tensor-parallel-size", "tensor_parallel_size", ("2", 2)),
+    Case("break_at_all_reduce", ("--break-at-all-reduce", "--tensor-parallel-size", "2"), True),
+    *_case("--count-expert-tokens", "count_expert_tokens", ("", True)),
     *_case("--enable-vit-cuda-graph", "enable_vit_cuda_graph", ("", True)),
     Case("vit_cuda_graph_mode", ("--vit-cuda-graph-mode", "exact", "--enable-vit-cuda-graph"), "exact"),
     Case("vit_cuda_graph_budgets", ("--vit-cuda-graph-budgets", "8,16", "--enable-vit-cuda-graph"), (8, 16)),
@@ -329,7 +332,7 @@ def test_every_flag_reaches_the_configuration_in_every_spelling(monkeypatch, sta
     spellings = [[flag, *rest], ["--" + flag[2:].replace("-", "_"), *rest]]
     if start is launch_server:
         spellings = spellings[:1]  # the same command under another name
-    elif rest:
+    elif rest and not rest[0].startswith("--"):
         spellings += [[f"{spelled}={first}", *more] for spelled, first, *more in spellings]
     for words in spellings:
         options = resolved(monkeypatch, start, [*model, *words])
