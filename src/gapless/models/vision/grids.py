@@ -19,7 +19,7 @@ from gapless.errors import ModelError
 Grid = tuple[int, int, int]
 """Temporal, vertical and horizontal patches."""
 
-_MAX_KEPT = 512
+_MAX_KEPT = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
