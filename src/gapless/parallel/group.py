@@ -209,6 +209,8 @@ class RankGroup:
         self._one_shot = None
         if self._failure is not None:
             self._abort()
+            if self.torch_device.type == "cuda":
+                return  # leaving in order would wait for kernels that wait for the rank that is gone
         elif self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
