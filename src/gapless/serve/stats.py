@@ -158,7 +158,7 @@ def collect_stats(
 
 
 def _add_media(stats: EngineStats, report: Mapping[str, Any]) -> None:
-    cache, encoder = report["embedding_cache"], report["encoder"].get("encoder", {})
+    cache, encoder = report["embedding_cache"], report["encoder"]
     stats["media_encoded"] = cache["encoded"]
     stats["embedding_cache_hits"] = cache["hits"]
     stats["embedding_cache_evictions"] = cache["evicted"]
