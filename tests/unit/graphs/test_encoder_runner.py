@@ -161,6 +161,22 @@ def test_explicit_budgets_replace_the_ladder() -> None:
     assert next(iter(runner.log.replays))[2] == 24
 
 
+def test_a_budget_is_timed_on_a_legal_batch_and_the_timing_is_no_traffic() -> None:
+    """Sizes share static memory: what another one left there would be boundaries far out of range."""
+    runner = runner_of().capture()
+    assert runner.generation is not None
+    generation = runner.generation
+    descriptor = next(
+        row.key.descriptor for row in generation.store.ledger if row.key.descriptor.num_tokens == 32
+    )
+    runner.run(rows(3, seed=1))
+    assert generation.time(descriptor, repeats=2) > 0
+    timed = runner.buffers()["block_output"].clone()
+    expected = runner.adapter.linear(torch.ones(32, WIDTH))
+    torch.testing.assert_close(timed, expected, atol=1e-5, rtol=0)
+    assert {row["num_tokens"]: row["replays"] for row in runner.report()["graphs"]} == {32: 0, 16: 0, 8: 1}
+
+
 def test_budgets_that_exceed_the_bytes_are_given_up_largest_first() -> None:
     sizes = {}
     for largest in (8, 16, 32):
