@@ -161,7 +161,7 @@ def test_surplus_tensor_is_named(name: str, tmp_path: Path) -> None:
         load_model(str(tmp_path / "model.gguf"), device=CPU)
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "qwen2moe"])
+@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "qwen2moe", "qwen3moe"])
 def test_unknown_gguf_architecture_is_refused(architecture: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     writer.add_tensor("x", np.ones(1, dtype=np.float32))

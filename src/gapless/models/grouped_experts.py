@@ -95,4 +95,4 @@ def grouped_experts(
     weighted_PE = placed_PE.float() * weights_TK.flatten().index_select(0, order_P).unsqueeze(1)
     weighted_PE = torch.where((sorted_P < num_experts).unsqueeze(1), weighted_PE, 0.0)
     by_slot_PE = torch.empty_like(weighted_PE).index_copy_(0, order_P, weighted_PE)
-    return by_slot_PE.view(num_tokens, top_k, -1).sum(dim=1), counts_N
+    return by_slot_PE.view(num_tokens, top_k, x_TE.shape[1]).sum(dim=1), counts_N

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from gapless.errors import ModelError
 
-
 MOE_OP = "gapless::moe_layer"
 """A layer's whole mixture of experts, router included, as one opaque operator (in ``moe.py``; its name is
 here for those that must not wait for torch)."""

@@ -53,7 +53,7 @@ class Launcher:
 
 
 def compile_launch(
-    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int = 3
 ) -> dict[str, Any]:
     signature: dict[str, str] = {}
     aligned = []
@@ -76,7 +76,8 @@ def compile_launch(
         constexprs={(places[name],): value for name, value in constants.items()},
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
     accesses = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
     before_wait = ptx.partition("griddepcontrol.wait")[0]
@@ -89,6 +90,8 @@ def compile_launch(
         "shared_bytes": compiled.metadata.shared,
         "load_bits": width["ld"],
         "store_bits": width["st"],
+        "wide_copies": ptx.count("cp.async.cg"),
+        "tensor_core_products": ptx.count("mma.sync") + ptx.count("wgmma.mma"),
         "waits": "griddepcontrol.wait" in ptx,
         "stores_before_wait": before_wait.count("st.global"),
         "loads_before_wait": before_wait.count("ld.global"),

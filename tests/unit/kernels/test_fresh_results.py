@@ -12,13 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from gapless.graphs import ops
-from gapless.kernels import activation, linear, norm, rope_cache
+from gapless.kernels import activation, linear, moe, norm, rope_cache
+from gapless.models import grouped_experts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter was not chosen")
 
 HIDDEN, WEIGHT = torch.randn(3, 16), torch.randn(16)
-IDS = torch.zeros(3, dtype=torch.int32)
+IDS = torch.arange(3, dtype=torch.int32)
 QKV, ROPE = torch.randn(3, 32), torch.randn(5, 2, 4)
+LIMITS = torch.tensor([0, 3], dtype=torch.int32)
+BLOCKS = torch.tensor([[1, 0, 3], [0, 0, 0]], dtype=torch.int32)
 CACHE = torch.zeros(2, 4, 1, 8)
 
 CALLS: dict[Any, tuple[Any, ...]] = {
@@ -28,6 +31,10 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     activation.fused_silu_mul: (HIDDEN,),
     rope_cache.rotate_into_cache: (QKV, None, 0.0, ROPE, IDS, IDS, CACHE, CACHE.clone()),
     rope_cache.rotate_heads: (QKV, None, 0.0, ROPE, IDS, 1),
+    moe.route_tokens: (HIDDEN, LIMITS, 2, True, 16),
+    moe.expert_gate_up: (HIDDEN, torch.randn(2, 8, 16), IDS, BLOCKS, 1),
+    moe.expert_down: (HIDDEN, torch.randn(2, 8, 16), IDS, BLOCKS, torch.ones(3, 1)),
+    grouped_experts.grouped_linear: (HIDDEN, torch.randn(2, 8, 16), LIMITS),
     linear.small_linear: (HIDDEN, torch.randn(8, 16), None),
     linear.gate_up_silu: (HIDDEN, torch.randn(8, 16), torch.randn(8)),
 }

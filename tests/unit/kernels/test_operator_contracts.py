@@ -21,6 +21,7 @@ from gapless.kernels import sample
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.head import finish_greedy
 from gapless.kernels.linear import gate_up_silu, small_linear
+from gapless.kernels.moe import combine_experts, expert_down, expert_gate_up, route_tokens
 from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 from gapless.kernels.sample import draw_tokens
@@ -50,6 +51,14 @@ def caches() -> tuple[Tensor, Tensor]:
 
 def count(num_tokens: int) -> Tensor:
     return torch.arange(num_tokens, dtype=torch.int32)
+
+
+LIMITS = torch.tensor([0, 1, 3], dtype=torch.int32)
+
+
+def blocks(num_tokens: int) -> Tensor:
+    """One of all slots, one empty."""
+    return torch.tensor([[1, 0, 2 * num_tokens], [0, 0, 0]], dtype=torch.int32)
 
 
 def qkv(rows: Rows, num_tokens: int) -> Tensor:
@@ -82,14 +91,27 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
     "small_linear": (small_linear, lambda rows, t: (rows(t, 12), torch.randn(6, 12), torch.randn(6))),
     "small_linear without bias": (small_linear, lambda rows, t: (rows(t, 12), torch.randn(6, 12), None)),
     "gate_up_silu": (gate_up_silu, lambda rows, t: (rows(t, 12), torch.randn(8, 12), None)),
+    "route_tokens": (route_tokens, lambda rows, t: (rows(t, 5), LIMITS, 2, True, 16)),
+    "expert_gate_up": (
+        expert_gate_up,
+        lambda rows, t: (rows(t, 16), torch.randn(3, 8, 16), count(2 * t), blocks(t), 2),
+    ),
+    "expert_down": (
+        expert_down,
+        lambda rows, t: (rows(2 * t, 16), torch.randn(3, 8, 16), count(2 * t), blocks(t), torch.ones(t, 2)),
+    ),
+    "combine_experts": (
+        combine_experts,
+        lambda rows, t: (torch.randn(2 * t, 16), LIMITS, torch.randn(t, 16), rows(t, 1), torch.zeros(t, 16)),
+    ),
     "finish_greedy": (finish_greedy, lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), -1)),
     "draw_tokens": (
         draw_tokens,
-        lambda rows, t: (rows(t, 50), tokens(t), -1, *sampling(t), None, None, None),
+        lambda rows, t: (rows(t, 40), tokens(t), -1, *sampling(t), None, None, None),
     ),
     "draw_tokens filtered": (
         draw_tokens,
-        lambda rows, t: (rows(t, 50), tokens(t), -1, *sampling(t), *filters(t)),
+        lambda rows, t: (rows(t, 40), tokens(t), -1, *sampling(t), *filters(t)),
     ),
     "rotate_heads": (
         rotate_heads,
@@ -107,7 +129,7 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_operators_keep_their_contract(name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for constant, small in (("_CHUNK", 32), ("_SAMPLES", 16), ("_SEARCH_TILE", 32), ("LIST_SIZE", 32)):

@@ -1,0 +1,52 @@
+"""What the interpreter cannot show: the kernels of a mixture of experts compile for a Hopper GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = {"route_kernel", "group_kernel", "expert_product_kernel", "combine_kernel"}
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    folder = Path(__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(folder / "compile_moe_kernels.py")],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(folder.parents[1])},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_and_fits_a_processor(reports: list[dict[str, Any]]) -> None:
+    assert {report["kernel"] for report in reports} == KERNELS
+    assert {report["block_p"] for report in reports} == {16, 128, None}
+    assert max(report["shared_bytes"] for report in reports) <= 227 * 1024
+
+
+def test_nothing_is_read_or_written_before_the_kernel_ahead_has_ended(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["waits"], report
+        assert (report["loads_before_wait"], report["stores_before_wait"]) == (0, 0), report
+
+
+def test_weights_go_to_shared_memory_16_bytes_at_a_time_and_products_to_the_tensor_cores(
+    reports: list[dict[str, Any]],
+) -> None:
+    for report in reports:
+        if report["kernel"] == "expert_product_kernel":
+            assert report["wide_copies"] > 0, report
+            assert report["tensor_core_products"] > 0, report

@@ -1,0 +1,178 @@
+"""The kernels of a mixture of experts (interpreted) against float64, with padding of NaN before or behind the
+real rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gapless.kernels import moe
+from moe_oracles import Case, make_inputs, mixture, mixture_oracle, route, route_oracle
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu covers the compiled kernels")
+
+CASES = {
+    "one token": Case(num_tokens=1, num_experts=8, top_k=2, hidden=32, size=24, real=(0, 1)),
+    "odd sizes": Case(num_tokens=5, num_experts=7, top_k=3, hidden=19, size=11, real=(0, 5)),
+    "padding last": Case(num_tokens=6, num_experts=6, top_k=2, hidden=16, size=12, real=(0, 4)),
+    "padding first": Case(num_tokens=6, num_experts=6, top_k=2, hidden=16, size=12, real=(3, 6)),
+    "padding on both sides": Case(num_tokens=9, num_experts=5, top_k=2, hidden=18, size=9, real=(2, 7)),
+    "padding only": Case(num_tokens=4, num_experts=4, top_k=2, hidden=16, size=8, real=(0, 0)),
+    "weights as they are": Case(
+        num_tokens=4, num_experts=6, top_k=3, hidden=16, size=8, real=(0, 3), renormalizes=False
+    ),
+    "every expert": Case(num_tokens=3, num_experts=3, top_k=3, hidden=16, size=8, real=(0, 3)),
+    "one expert": Case(num_tokens=3, num_experts=1, top_k=1, hidden=16, size=8, real=(0, 2)),
+    "all tokens to one expert": Case(
+        num_tokens=20, num_experts=32, top_k=1, hidden=16, size=8, real=(0, 19), only_expert=30
+    ),
+    "experts with no token": Case(num_tokens=2, num_experts=20, top_k=2, hidden=16, size=8, real=(0, 2)),
+    "blocks of 32": Case(num_tokens=30, num_experts=3, top_k=2, hidden=16, size=8, real=(1, 30)),
+    "blocks of 64": Case(num_tokens=31, num_experts=2, top_k=2, hidden=20, size=10, real=(0, 30)),
+    "blocks of 128": Case(num_tokens=70, num_experts=1, top_k=1, hidden=20, size=10, real=(2, 69)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_results_are_those_of_the_float64_mixture_and_zeros_in_padding(
+    case: Case, poisoned_memory: None
+) -> None:
+    inputs = make_inputs(case)
+    out, expected = mixture(case, inputs), mixture_oracle(case, inputs)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    is_padding = torch.ones(case.num_tokens, dtype=torch.bool)
+    is_padding[case.rows] = False
+    assert (out[is_padding] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["padding last", "blocks of 64"])
+def test_half_precision_is_within_its_noise(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    half = Case(**{**{f: getattr(case, f) for f in Case.__slots__}, "dtype": dtype})
+    inputs = make_inputs(half)
+    out, expected = mixture(half, inputs), mixture_oracle(half, inputs)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert out.dtype == dtype
+    assert error < 3 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("max_chunk", [32, 4])
+def test_every_real_slot_lies_in_one_block_of_its_expert(
+    case: Case, max_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "_MAX_CHUNK", max_chunk)
+    check_routing(case, route(case, inputs := make_inputs(case)), inputs.logits_TN)
+
+
+@given(
+    num_tokens=st.integers(1, 40),
+    num_experts=st.integers(1, 12),
+    data=st.data(),
+    max_chunk=st.sampled_from([2, 8, 32]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_routing_is_grouped_without_a_gap(
+    num_tokens: int, num_experts: int, data: st.DataObject, max_chunk: int, seed: int
+) -> None:
+    first = data.draw(st.integers(0, num_tokens))
+    case = Case(
+        num_tokens=num_tokens, num_experts=num_experts, top_k=data.draw(st.integers(1, num_experts)),
+        hidden=4, size=4, real=(first, data.draw(st.integers(first, num_tokens))),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "_MAX_CHUNK", max_chunk)
+        inputs = make_inputs(case, seed=seed)
+        check_routing(case, route(case, inputs), inputs.logits_TN)
+
+
+def check_routing(case: Case, routed: tuple[Tensor, ...], logits_TN: Tensor) -> None:
+    weights, experts, slots, blocks, counts = routed
+    expected_weights, expected_experts = route_oracle(case, logits_TN)
+    assert torch.equal(experts[case.rows].long(), expected_experts)
+    torch.testing.assert_close(weights[case.rows].double(), expected_weights, atol=1e-6, rtol=1e-5)
+    is_padding = torch.ones(case.num_tokens, dtype=torch.bool)
+    is_padding[case.rows] = False
+    assert (experts[is_padding] == case.num_experts).all()
+    assert (weights[is_padding] == 0).all()
+    assert counts.tolist() == torch.bincount(expected_experts.flatten(), minlength=case.num_experts).tolist()
+    block_p = moe.block_slots(case.num_tokens, num_experts=case.num_experts, top_k=case.top_k)
+    found: list[int] = []
+    is_behind = False
+    for expert, start, length in blocks.tolist():
+        assert 0 <= length <= block_p
+        assert not (is_behind and length), "blocks without slots are the last ones"
+        is_behind = is_behind or length == 0
+        covered = slots[start : start + length].tolist()
+        assert covered == sorted(covered)
+        assert all(experts.flatten()[slot] == expert for slot in covered)
+        found += covered
+    real = range(case.real[0] * case.top_k, case.real[1] * case.top_k)
+    assert sorted(found) == list(real)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (3, 1), (3, 2), (3, 3), (5, 1), (5, 2), (5, 3)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 13])
+def test_no_routing_needs_more_blocks_than_there_are(num_tokens: int, top_k: int, num_experts: int) -> None:
+    """Every way to hand the slots out, of which an expert takes at most one per token."""
+    block_p, num_slots = 4, num_tokens * top_k
+    most = {0: 0}  # blocks by slots, over the experts so far
+    for _ in range(num_experts):
+        best: dict[int, int] = {}
+        for slots, blocks in most.items():
+            for count in range(num_tokens + 1):
+                best[slots + count] = max(best.get(slots + count, 0), blocks + -(-count // block_p))
+        most = best
+    bound = moe.max_blocks(num_tokens, num_experts=num_experts, top_k=top_k, block_p=block_p)
+    assert most[num_slots] <= bound <= num_slots
+    if num_experts == 1:
+        assert bound == -(-num_tokens // block_p)
+
+
+def test_of_equal_probabilities_the_lower_experts_win() -> None:
+    case = Case(num_tokens=3, num_experts=6, top_k=3, hidden=4, size=4, real=(0, 3))
+    inputs = make_inputs(case)
+    inputs.logits_TN.zero_()
+    inputs.logits_TN[1, 4] = inputs.logits_TN[1, 2] = 1.0
+    inputs.logits_TN[2, 0] = -1.0
+    experts = route(case, inputs)[1]
+    assert experts.tolist() == [[0, 1, 2], [2, 4, 0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_breaks_no_other_and_stays_broken(value: float) -> None:
+    case = Case(num_tokens=3, num_experts=4, top_k=2, hidden=16, size=8, real=(0, 3))
+    inputs = make_inputs(case)
+    expected = mixture(case, inputs)
+    inputs.logits_TN[1, 3] = value
+    out = mixture(case, inputs)
+    assert out[1].isnan().all()
+    assert torch.equal(out[0::2], expected[0::2])
+
+
+def test_shared_results_are_added_under_their_gate_but_not_to_padding() -> None:
+    by_slot, shared, gate = torch.randn(8, 20), torch.randn(4, 20), torch.randn(4, 1)
+    by_slot[6:] = shared[3] = gate[3] = torch.nan
+    out = torch.full((4, 20), torch.nan)
+    with torch.no_grad():
+        moe.combine_experts(by_slot, torch.tensor([0, 3], dtype=torch.int32), shared, gate, out)
+    expected = by_slot.view(4, 2, 20).sum(1) + gate.sigmoid() * shared
+    torch.testing.assert_close(out[:3], expected[:3])
+    assert (out[3] == 0).all()
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, 16), (128, 16), (256, 32), (512, 64), (2048, 128)])
+def test_blocks_of_qwen3_30b_grow_with_the_tokens(num_tokens: int, rows: int) -> None:
+    assert moe.block_slots(num_tokens, num_experts=128, top_k=8) == rows
+    for is_gate_up, num_out in ((True, 768), (False, 2048)):
+        tiles = moe.choose_tiles(num_tokens, num_experts=128, top_k=8, num_out=num_out, is_gate_up=is_gate_up)
+        busy = min(num_tokens * 8, 128)
+        assert busy * -(-num_out // tiles.block_o) >= 132, "a program for every multiprocessor"
+        assert tiles.block_p == rows
