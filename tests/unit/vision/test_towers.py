@@ -176,3 +176,19 @@ def test_arrays_of_grids_are_made_once_and_the_number_kept_is_bounded(monkeypatc
     for grid in ((1, 2, 2), (1, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 2), (1, 2, 4)):
         assert cache[grid].positions_P2.shape == (np.prod(grid), 2)
     assert made == [(1, 2, 2), (1, 2, 4), (1, 4, 4), (1, 2, 4)]
+
+
+def test_the_tower_of_the_model_with_experts_is_the_same() -> None:
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+
+    config = CONFIGS["qwen3_vl"]
+    tower = make_tower("qwen3_vl_moe", config, dtype=torch.float32, device=CPU.torch_device)
+    fill(tower)
+    theirs = Qwen3VLMoeVisionModel._from_config(Qwen3VLMoeVisionConfig(**config), dtype=torch.float32).eval()
+    theirs.load_state_dict(tower.module.state_dict())
+    item = media(tower, (2, 4, 6))
+    runner = EncoderRunner(tower, device=CPU, options=EncoderOptions(mode=EncoderMode.OFF))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(item.patches_PC), grid_thw=torch.tensor([item.grid_thw]))
+    torch.testing.assert_close(runner.run([item])[0][0], expected.pooler_output, atol=1e-4, rtol=0)

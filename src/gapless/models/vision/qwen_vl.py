@@ -147,4 +147,5 @@ class Qwen3Tower(VisionTower):
 FAMILIES: dict[str, type[Qwen25Tower] | type[Qwen3Tower]] = {
     "qwen2_5_vl": Qwen25Tower,
     "qwen3_vl": Qwen3Tower,
+    "qwen3_vl_moe": Qwen3Tower,
 }
