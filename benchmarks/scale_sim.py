@@ -34,7 +34,7 @@ from typing import Any
 
 from gapless.bench.meta import describe_run
 from gapless.bench.stats import percentiles
-from gapless.serve.routing import EXPECTED_OUTPUT, Router
+from gapless.serve.routing import Router, expected_tokens
 
 BLOCK = 16
 POLICIES = ("prefix", "load", "turns", "random")
@@ -100,8 +100,8 @@ class EngineLimits:
 class _Sequence:
     request: Request
     names: list[bytes]
-    load: int
-    """What the router counts for it."""
+    prompt_load: int
+    """What the router counts until its first token."""
     left: int = 0
     """Prompt tokens that are not computed yet."""
     emitted: int = 0
@@ -159,11 +159,11 @@ class Replica:
         self.is_busy = True
         return self._times.step_s(num_decoding=decoding, prompt_tokens=prompt_tokens)
 
-    def end_step(self, now_s: float, outcome: Outcome) -> list[_Sequence]:
-        """Tokens come out; returns the sequences that have ended."""
+    def end_step(self, now_s: float, outcome: Outcome) -> tuple[list[_Sequence], list[_Sequence]]:
+        """Tokens come out; returns the sequences that had their first and those that had their last."""
         self.is_busy = False
-        fresh = {id(each) for each in self._finishing}
-        self._finishing = []
+        begun, self._finishing = self._finishing, []
+        fresh = {id(each) for each in begun}
         ended = []
         for each in self.running:
             if each.left:
@@ -183,7 +183,7 @@ class Replica:
         if ended:
             gone = {id(each) for each in ended}
             self.running = [each for each in self.running if id(each) not in gone]
-        return ended
+        return begun, ended
 
     def _has_room(self, sequence: _Sequence) -> bool:
         """A sequence reserves all it will need, and an empty engine takes any."""
@@ -238,14 +238,15 @@ def simulate(
             event = heapq.heappop(events)[2]
             if isinstance(event, Request):
                 names = _names_of(event)
-                number = choose(names)
-                load = event.prompt_tokens + min(event.output_tokens, EXPECTED_OUTPUT)
-                loads[number] += load
-                replicas[number].waiting.append(_Sequence(event, names, load))
+                number, num_blocks = choose(names)
+                sequence = _Sequence(event, names, event.prompt_tokens - num_blocks * BLOCK)
+                loads[number] += sequence.prompt_load + expected_tokens(1, event.output_tokens)
+                replicas[number].waiting.append(sequence)
             else:
                 number = event
-                for ended in replicas[number].end_step(now_s, outcome):
-                    loads[number] -= ended.load
+                begun, ended = replicas[number].end_step(now_s, outcome)
+                loads[number] -= sum(each.prompt_load for each in begun)
+                loads[number] -= sum(expected_tokens(1, each.request.output_tokens) for each in ended)
             touched.add(number)
         for number in sorted(touched):
             duration_s = None if replicas[number].is_busy else replicas[number].begin_step(outcome)
@@ -360,19 +361,20 @@ def _sweep(
 
 
 def _chooser(policy: str, loads: dict[int, int], rng: random.Random) -> Any:
+    """A function from the names of a prompt's blocks to a replica, and how many of them it should hold."""
     if policy == "random":
-        return lambda names: rng.randrange(len(loads))
+        return lambda names: (rng.randrange(len(loads)), 0)
     if policy == "turns":
         turns = itertools.cycle(loads)
-        return lambda names: next(turns)
+        return lambda names: (next(turns), 0)
     if policy not in ("prefix", "load"):
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
     router = Router("prefix" if policy == "prefix" else "load")
 
-    def choose(names: Sequence[bytes]) -> int:
-        replica = router.choose(loads, names).replica
-        router.sent(replica, names)
-        return replica
+    def choose(names: Sequence[bytes]) -> tuple[int, int]:
+        choice = router.choose(loads, names)
+        router.sent(choice.replica, names)
+        return choice.replica, choice.num_blocks
 
     return choose
 

@@ -1,0 +1,213 @@
+"""Two engine processes against one on this machine, and what is lost when one of them is killed under load.
+
+Rates are measured at the seam that the HTTP side uses (``serve/client.py``), with whole answers, so that what
+is compared is engines and not JSON; each engine has one thread, and the two sides take turns several times
+within one run, because a shared machine is not the same a minute later. The second part streams requests
+through two replicas, kills one process in the middle, and counts: a request that had not begun to stream must
+end whole. The model is random; its size is chosen so that a step takes milliseconds, as on a GPU. With
+``--step-ms`` engines compute nothing and wait so long in each step, as for a GPU: what two are worth then
+depends on this program alone, also where other work takes the cores. On CUDA (``--device cuda``) each replica
+gets GPUs of its own and ``--model`` may be any folder.
+
+    python benchmarks/replicas.py --output replicas.json
+    python benchmarks/replicas.py --step-ms 10 --output replicas_waiting.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "serve"))
+
+from engine_process_fakes import OpenFake
+
+from gapless.bench.meta import describe_run
+from gapless.bench.stats import spread
+from gapless.config import EngineConfig
+from gapless.serve.client import ManagedClient, ReplicaLostError
+from gapless.serve.engine_process import EngineOpener, OpenModel
+from gapless.serve.messages import GenerateRequest
+from gapless.serve.placement import place_replicas
+from gapless.serve.process_client import ProcessClient
+from gapless.serve.replica import RestartRule
+from gapless.serve.replicas import ReplicaSet
+
+WANTED_RATIO = 1.9
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2047,
+}
+_ids = itertools.count()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.model is None:
+            (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+            options.model = folder
+        result = asyncio.run(_run(options))
+    result = {"benchmark": "replicas", "meta": describe_run(argv), **result}
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if result["killed"]["lost_before_streaming"] == 0 else 1
+
+
+async def _run(options: argparse.Namespace) -> dict[str, Any]:
+    config = EngineConfig(
+        model=options.model,
+        load_format="dummy",
+        device=options.device,
+        max_running_requests=options.batch,
+        kv_cache_tokens=options.batch * 512,
+    )
+    places = place_replicas(2, gpus_each=config.tensor_parallel_size, device=options.device)
+    if options.device == "cpu":
+        places = [{"OMP_NUM_THREADS": "1"}] * 2
+    async with AsyncExitStack() as stack:
+        opener: EngineOpener = OpenModel(config=config)
+        if options.step_ms:
+            opener = OpenFake(max_num_reqs=options.batch, step_s=options.step_ms / 1e3)
+        one: ManagedClient = ProcessClient(opener, log_level="error", environment=places[0])
+        two: ManagedClient = ReplicaSet(
+            opener,
+            environments=places,
+            log_level="error",
+            restart=RestartRule(max_restarts=0),
+        )
+        stack.push_async_callback(one.close)
+        stack.push_async_callback(two.close)
+        await two.start()
+        if options.device == "cpu":
+            await one.start()
+            rates = await _rates_in_turns(one, two, options)
+            killed = await _kill_one(two, options)
+        else:  # an engine has the memory of its GPU to itself: the single one comes when the pair is gone
+            pair = await _rounds(two, options)
+            killed = await _kill_one(two, options)
+            await two.close()
+            await one.start()
+            single = await _rounds(one, options)
+            rates = [{"one": a, "two": b} for a, b in zip(single, pair, strict=True)]
+    ratios = [each["two"] / each["one"] for each in rates]
+    return {
+        "engine": f"waits {options.step_ms} ms per step" if options.step_ms else "model",
+        "num_cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "tokens_per_s": {side: spread([each[side] for each in rates], digits=1) for side in ("one", "two")},
+        "ratio": spread(ratios),
+        "wanted_ratio": WANTED_RATIO,
+        "killed": killed,
+    }
+
+
+async def _rates_in_turns(
+    one: ManagedClient, two: ManagedClient, options: argparse.Namespace
+) -> list[dict[str, float]]:
+    """The first round is not counted."""
+    rounds = []
+    for _ in range(options.rounds + 1):
+        rounds.append({"one": await _rate(one, options), "two": await _rate(two, options)})
+    return rounds[1:]
+
+
+async def _rounds(client: ManagedClient, options: argparse.Namespace) -> list[float]:
+    return [await _rate(client, options) for _ in range(options.rounds + 1)][1:]
+
+
+async def _rate(client: ManagedClient, options: argparse.Namespace) -> float:
+    """Tokens a second, with as many requests as two full batches, so that both sides do the same work."""
+    start = time.perf_counter()
+    answers = await asyncio.gather(
+        *(_tokens(client, number, options.tokens, stream=False) for number in range(2 * options.batch))
+    )
+    return sum(answers) / (time.perf_counter() - start)
+
+
+async def _tokens(client: ManagedClient, number: int, num_tokens: int, *, stream: bool) -> int:
+    count = 0
+    async for deltas in client.generate(_request(number, num_tokens, stream=stream)):
+        count += sum(len(delta.token_ids) for delta in deltas)
+    return count
+
+
+async def _kill_one(client: ManagedClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Three requests per place, so that two thirds have not begun when the process dies."""
+    num_requests = 6 * options.batch
+    begun: set[int] = set()
+    outcome = {"whole": 0, "lost_while_streaming": 0, "lost_before_streaming": 0}
+
+    async def one(number: int) -> None:
+        count = 0
+        try:
+            async for deltas in client.generate(_request(number, options.tokens, stream=True)):
+                begun.add(number)
+                count += sum(len(delta.token_ids) for delta in deltas)
+        except ReplicaLostError:
+            count = -1
+        if count == options.tokens:
+            outcome["whole"] += 1
+        else:
+            outcome["lost_while_streaming" if number in begun else "lost_before_streaming"] += 1
+
+    tasks = [asyncio.create_task(one(number)) for number in range(num_requests)]
+    while len(begun) < 2 * options.batch and not all(task.done() for task in tasks):
+        await asyncio.sleep(0.005)
+    pid = client.replicas()[1].pid
+    assert pid is not None
+    num_begun = len(begun)
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.gather(*tasks)
+    retried = sum(view.num_routed.get("retry", 0) for view in client.replicas())
+    return {"requests": num_requests, "begun_at_the_kill": num_begun, "sent_again": retried, **outcome}
+
+
+def _request(number: int, num_tokens: int, *, stream: bool) -> GenerateRequest:
+    """Prompts of 16 tokens that have nothing in common."""
+    return GenerateRequest(
+        request_id=f"r{next(_ids)}",
+        prompt_token_ids=[(number * 31 + position * 7) % 2000 for position in range(16)],
+        params={"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False},
+        stream=stream,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", help="a folder with a config.json; else a small random model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="engines that only wait so long")
+    parser.add_argument("--batch", type=int, default=8, help="sequences that run at once in an engine")
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
