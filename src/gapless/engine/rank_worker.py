@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRank:
-    """The first message. ``port``: of the first rank's store on this machine."""
+    """The first message. ``port``: of the store where the ranks meet."""
 
     config: EngineConfig
     size: int
@@ -85,6 +85,7 @@ def _open_and_run(
     start: StartRank, wires: RankWires, join: Callable[[StartRank], tuple[RankGroup, Any]]
 ) -> None:
     from gapless.engine.build import open_one  # torch, and all it brings
+    from gapless.engine.runner import ModelRunner
 
     wires.commands.send("ready")  # the group's own waiting cannot be interrupted, so all come at once
     group, torch_device = join(start)
@@ -92,10 +93,12 @@ def _open_and_run(
     gc.collect()
     gc.freeze()  # what start-up has made lives as long as the process
     group.agree()
+    runner = opened.runner
+    assert isinstance(runner, ModelRunner)
     try:
-        _run(opened.runner, wires)
+        _run(runner, wires)
     finally:
-        opened.runner.shutdown()
+        runner.shutdown()
     group.close()
 
 

@@ -60,14 +60,15 @@ def open_ranks(
     _check(config, device_type=device_type, is_local=torchrun is None)
     if torchrun is not None:
         workers, store = _meet_under_torchrun(torchrun, config, device_type)
-        local_rank = torchrun.local_rank
+        local_rank, port = torchrun.local_rank, torchrun.master_port
     else:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        own_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store, port = own_store, own_store.port
         workers, local_rank = Workers.start(size - 1, start_process=start_rank), 0
     group: RankGroup | None = None
     try:
         level = max(logging.getLogger("gapless").getEffectiveLevel(), logging.ERROR)
-        start = StartRank(config=config, size=size, port=store.port, log_level=level)
+        start = StartRank(config=config, size=size, port=port, log_level=level)
         workers.send(start)
         workers.receive()
         torch_device = _device(device_type, local_rank)

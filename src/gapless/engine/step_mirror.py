@@ -22,7 +22,7 @@ class NewSequence(NamedTuple):
 
     number: int
     request: Request
-    index: int
+    choice: int
     seed: int
 
 
@@ -147,7 +147,7 @@ class StepReader:
             for new in message.new:
                 self._sequences[new.number] = Sequence(
                     request=new.request,
-                    index=new.index,
+                    index=new.choice,
                     seed=new.seed,
                     token_ids=list(new.request.prompt_token_ids),
                     block_table=[],

@@ -72,7 +72,7 @@ _sum_over_ranks, _columns_of_ranks = direct(sum_over_ranks), direct(columns_of_r
 
 @eager_break
 def _sum_at_break(partial_TE: Tensor, group: int) -> None:
-    _group(group).all_reduce(partial_TE)
+    _sum_over_ranks(partial_TE, group)  # the operator, because a full graph records it here
 
 
 def _group(number: int) -> RankGroup:
