@@ -192,3 +192,11 @@ def test_the_tower_of_the_model_with_experts_is_the_same() -> None:
     with torch.no_grad():
         expected = theirs(torch.from_numpy(item.patches_PC), grid_thw=torch.tensor([item.grid_thw]))
     torch.testing.assert_close(runner.run([item])[0][0], expected.pooler_output, atol=1e-4, rtol=0)
+
+
+def test_patches_that_may_not_be_written_are_taken(tower: VisionTower, recwarn) -> None:
+    item = media(tower, (1, 2, 4))
+    frozen = np.frombuffer(item.patches_PC.tobytes(), np.float32).reshape(item.patches_PC.shape)
+    runner = EncoderRunner(tower, device=CPU, options=EncoderOptions(mode=EncoderMode.OFF))
+    assert_close(runner.run([replace(item, patches_PC=frozen)]), runner.run([item]))
+    assert not [warning for warning in recwarn if "writable" in str(warning.message)]

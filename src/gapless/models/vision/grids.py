@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ Grid = tuple[int, int, int]
 """Temporal, vertical and horizontal patches."""
 
 _MAX_KEPT = 128
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,14 +40,14 @@ class GridArrays:
     interp_weights_P4: np.ndarray | None = None
 
 
-class GridCache:
+class GridCache(Generic[T]):
     """``make(grid)`` for the grids seen last."""
 
-    def __init__(self, make: Callable[[Grid], GridArrays]) -> None:
+    def __init__(self, make: Callable[[Grid], T]) -> None:
         self._make = make
-        self._kept: OrderedDict[Grid, GridArrays] = OrderedDict()
+        self._kept: OrderedDict[Grid, T] = OrderedDict()
 
-    def __getitem__(self, grid: Grid) -> GridArrays:
+    def __getitem__(self, grid: Grid) -> T:
         found = self._kept.get(grid)
         if found is None:
             found = self._kept[grid] = self._make(grid)

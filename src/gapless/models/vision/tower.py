@@ -67,6 +67,9 @@ class VisionTower:
         self.patch_values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.head_size: int = config.hidden_size // config.num_heads
         self.grids = GridCache(self.make_arrays)
+        self._sizes = GridCache(self._sizes_of_grid)
+        self._bounds_of_one = GridCache(lambda grid: self._bounds([grid]))
+        self._inputs_of_one = GridCache(lambda grid: self._host_inputs([grid]))
         self.fields: tuple[InputField, ...] = self._fields()
         self.outputs: tuple[OutputField, ...] = self._outputs()
         self.workspaces: tuple[Workspace, ...] = self._workspaces()
@@ -88,16 +91,20 @@ class VisionTower:
 
     def sizes_of(self, item: MediaItem) -> Sizes:
         """Raises ``ModelError`` for patches that are not those of the grid or of this tower."""
-        check_grid(item.grid_thw, merge_size=self.merge_size)
-        num_patches = math.prod(item.grid_thw)
-        if item.patches_PC.shape != (num_patches, self.patch_values):
+        sizes = self._sizes[item.grid_thw]
+        if item.patches_PC.shape != (sizes["tokens"], self.patch_values):
             raise ModelError(
                 f"patches of shape {item.patches_PC.shape} do not belong to grid {item.grid_thw}, which has "
-                f"{num_patches} of {self.patch_values} values"
+                f"{sizes['tokens']} of {self.patch_values} values"
             )
-        sizes = {"tokens": num_patches, "merged": num_patches // self.granule, "segments": item.grid_thw[0]}
+        return sizes
+
+    def _sizes_of_grid(self, grid: Grid) -> Sizes:
+        check_grid(grid, merge_size=self.merge_size)
+        num_patches = math.prod(grid)
+        sizes = {"tokens": num_patches, "merged": num_patches // self.granule, "segments": grid[0]}
         if self.has_windows:
-            window_lens = self.grids[item.grid_thw].window_lens_W
+            window_lens = self.grids[grid].window_lens_W
             assert window_lens is not None
             sizes["windows"] = len(window_lens)
         return sizes
@@ -109,7 +116,12 @@ class VisionTower:
         return sizes | {"windows": units} if self.has_windows else sizes
 
     def bounds_of(self, items: Sequence[MediaItem]) -> Bounds:
-        arrays = [self.grids[item.grid_thw] for item in items]
+        if len(items) == 1:
+            return self._bounds_of_one[items[0].grid_thw]
+        return self._bounds([item.grid_thw for item in items])
+
+    def _bounds(self, grids: Sequence[Grid]) -> Bounds:
+        arrays = [self.grids[grid] for grid in grids]
         limits = {"max_full_len": max(int(a.full_lens_N.max()) for a in arrays)}
         if self.has_windows:
             limits["max_window_len"] = self.max_window_len
@@ -137,20 +149,23 @@ class VisionTower:
         return side**2
 
     def prepare(self, items: Sequence[MediaItem]) -> Values:
-        patches_PC = torch.from_numpy(joined([item.patches_PC for item in items]))
-        return self._prepare(patches_PC, [item.grid_thw for item in items])
+        patches_PC = joined([item.patches_PC for item in items])
+        if not patches_PC.flags.writeable:  # as it came over a socket; a tensor shares memory only if it may
+            patches_PC = patches_PC.copy()
+        grids = [item.grid_thw for item in items]
+        inputs = self._inputs_of_one[grids[0]] if len(grids) == 1 else self._host_inputs(grids)
+        return {"patches": torch.from_numpy(patches_PC), **inputs}
 
-    def _prepare(self, patches_PC: Tensor, grids: Sequence[Grid]) -> Values:
+    def _host_inputs(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
+        """All inputs but the patches."""
         arrays = [self.grids[grid] for grid in grids]
         full_lens_N = joined([a.full_lens_N for a in arrays])
-        values: dict[str, np.ndarray | Tensor] = {
-            "patches": patches_PC,
+        return {
             "position_ids": joined([a.positions_P2 for a in arrays]),
             "cu_full_len": cumulative(full_lens_N),
             "cu_full_len_kk": full_lens_N,
+            **self.prepare_more(arrays),
         }
-        values.update(self.prepare_more(arrays))
-        return values
 
     def prepare_more(self, arrays: Sequence[GridArrays]) -> Mapping[str, np.ndarray]:
         """The inputs that only this family has."""
@@ -161,7 +176,7 @@ class VisionTower:
         units = sizes["merged"]
         shape = (units * self.granule, self.patch_values)
         patches_PC = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return self._prepare(patches_PC, [(1, self.merge_size, units * self.merge_size)])
+        return {"patches": patches_PC, **self._host_inputs([(1, self.merge_size, units * self.merge_size)])}
 
     def embed_patches(self, patches_PC: Tensor, projection: nn.Conv3d) -> Tensor:
         """A convolution whose kernel is the whole patch is a matrix product."""
