@@ -1,4 +1,5 @@
-"""The one decoder: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 differ only in ``DecoderConfig``.
+"""The one decoder: Llama 2/3, SmolLM2, Mistral, Mixtral, Qwen2/2.5/3 and their mixtures of experts differ
+only in ``DecoderConfig``.
 
 ``embed`` → ``layers`` → ``head`` is the split the graph runtime builds on: a breakable graph holds ``layers``
 only. Tokens of all requests lie in one row without a batch dimension; who belongs to whom is known to
