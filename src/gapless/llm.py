@@ -88,6 +88,7 @@ class LLM:
         vit_cuda_graph_budgets: Seq[int] | None = None,
         vit_cuda_graph_max_tokens: int | None = None,
         mm_embedding_cache_tokens: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         compilation_config: Mapping[str, Any] | None = None,
         cuda_graph_backend_prefill: str | None = None,
         cuda_graph_backend_decode: str | None = None,
@@ -111,6 +112,7 @@ class LLM:
             enable_prefix_caching=opened.config.enable_prefix_caching,
             processor=opened.loaded.processor,
         )
+        self._model: str | None = opened.config.model
 
     @classmethod
     def _from_parts(
@@ -154,6 +156,7 @@ class LLM:
             seed=seed,
             enable_prefix_caching=enable_prefix_caching,
         )
+        self._model = None  # known where this object loads it
         self._calls: dict[str, _Call] = {}  # request id → the call it belongs to
         self._num_calls = 0
         self._is_shut_down = False
@@ -230,6 +233,16 @@ class LLM:
             self._render(conversation, add_generation_prompt, chat_template_kwargs)
             for conversation in as_conversations(messages)
         ]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend in ``generation_config.json``, over ``SamplingParams``' own
+        defaults. Nothing uses it by itself: pass it to ``generate``. Raises ``ConfigError`` for a file that
+        cannot be used."""
+        from gapless.sampling.generation_config import read_sampling_defaults
+
+        return SamplingParams(
+            **({} if self._model is None else read_sampling_defaults("auto", model=self._model))
+        )
 
     def report(self) -> dict[str, Any]:
         """What was captured, which steps replayed which graph, which ran eagerly and why, and how many prompt

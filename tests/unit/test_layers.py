@@ -34,6 +34,7 @@ RANKS = {
     "engine": 4,
     "llm": 5,
     "llm_inputs": 5,
+    "llm_media": 5,
     "bench": 6,
     "cli": 7,
     "serve": 6,
