@@ -69,6 +69,15 @@ class ServerOptions:
             metavar="NAME",
         ),
     ] = None
+    generation_config: Annotated[
+        str | None,
+        _option(
+            "--generation-config",
+            help="Sampling values of requests that name none: auto (generation_config.json of the model's "
+            "folder), none or vllm, or another folder (auto).",
+            metavar="auto|none|FOLDER",
+        ),
+    ] = None
     max_n: Annotated[
         int | None, _option("--max-n", help="Most choices in one request (128).", panel="Limits")
     ] = None
@@ -237,6 +246,7 @@ def _run(options: ServeOptions) -> int:
     from gapless.serve.engine_process import OpenModel
     from gapless.serve.placement import place_replicas
     from gapless.serve.server import Announcements, run_server
+    from gapless.serve.settings import refuse_media_options
 
     settings = options.server
     if not settings.served_model_names:
@@ -249,7 +259,9 @@ def _run(options: ServeOptions) -> int:
         )
     tokenizer = open_tokenizer(options.engine.model)
     processor = open_processor(options.engine.model, tokenizer)
-    if processor is not None:
+    if processor is None:
+        refuse_media_options(settings)
+    else:
         from gapless.multimodal.overrides import override  # needs Pillow, as has the processor
 
         processor = override(processor, options.engine.mm_processor_kwargs)

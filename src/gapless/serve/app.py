@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from gapless.errors import GaplessError
 from gapless.multimodal.loading import MediaLoader
+from gapless.sampling.generation_config import read_sampling_defaults
 from gapless.serve.access_log import RequestLog
 from gapless.serve.auth import KeyCheck
 from gapless.serve.client import EngineClient
@@ -62,6 +63,7 @@ def create_app(
         tool_format=_tool_format(settings, template),
         media=media,
         created=now(),
+        sampling_defaults=read_sampling_defaults(settings.generation_config, model=client.info.model),
     )
 
     @asynccontextmanager

@@ -57,6 +57,8 @@ class ServeContext:
     tool_format: str | None
     media: MediaDesk | None
     created: int
+    sampling_defaults: Mapping[str, Any]
+    """Of requests that do not name their own."""
 
     async def parse(self, request: Request, model: type[RequestT]) -> RequestT:
         """The body as ``model``. Raises ``ApiError``."""

@@ -19,6 +19,7 @@ from gapless.config import ENGINE_FIELDS, GRAPH_FIELDS, EngineConfig
 from gapless.config_sources import ALIASES
 from gapless.env import Env
 from gapless.errors import ConfigError
+from gapless.sampling.generation_config import read_sampling_defaults
 from gapless.serve.media_options import parse_per_prompt
 from gapless.serve.settings import ServerSettings
 
@@ -67,12 +68,16 @@ def resolve_options(
         server["log_level"] = env.logging_level.lower()
     server |= _fields(server_file, source="config file")
     server |= _fields(server_flags, source="command line")
-    return ServeOptions(
+    options = ServeOptions(
         engine=EngineConfig.from_sources(
             flags=engine_flags, config_file=engine_file, env=env.engine_options()
         ),
         server=ServerSettings(**server),
     )
+    read_sampling_defaults(
+        options.server.generation_config, model=options.engine.model
+    )  # before minutes pass
+    return options
 
 
 def _server_field(key: str) -> str | None:

@@ -147,7 +147,8 @@ def check_ids(context: ServeContext, token_ids: list[int], *, name: str) -> None
 
 
 def check_length(context: ServeContext, num_prompt: int, params: dict[str, Any], *, name: str) -> None:
-    """Raises ``ApiError`` unless the prompt, and as many tokens as were asked for, fit the model."""
+    """Raises ``ApiError`` unless the prompt, and as many tokens as were asked for, fit the model. (As many as
+    the model's authors recommend need not: the answer then ends where the model does.)"""
     limit = context.client.info.max_model_len
     asked = params.get("max_tokens", 16)
     if num_prompt >= limit:
@@ -157,7 +158,8 @@ def check_length(context: ServeContext, num_prompt: int, params: dict[str, Any],
             param=name,
             code="context_length_exceeded",
         )
-    if asked is not None and "max_tokens" in params and num_prompt + asked > limit:
+    is_asked = "max_tokens" in params and asked != context.sampling_defaults.get("max_tokens")
+    if asked is not None and is_asked and num_prompt + asked > limit:
         raise ApiError(
             f"max_tokens={asked} and a prompt of {num_prompt} tokens exceed the maximum context length of "
             f"{limit} tokens; ask for at most {limit - num_prompt}",

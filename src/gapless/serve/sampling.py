@@ -2,14 +2,16 @@
 
 Parameters are checked by making a ``SamplingParams`` here, so a bad value is refused before it crosses to the
 engine and the limits stand in one place. What crosses are only the values that differ from the defaults.
-Invariant: a field left out means ``SamplingParams``' own default, but for ``max_tokens`` of a chat, which
-then may be as long as the model allows.
+Invariant: a field left out means what the model's authors recommend (``defaults``, see
+``sampling/generation_config.py``), else ``SamplingParams``' own default, but for ``max_tokens`` of a chat,
+which then may be as long as the model allows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from gapless.errors import RequestError
@@ -32,25 +34,31 @@ MAX_STOP_TOKEN_IDS = 1024
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
-def chat_params(request: ChatRequest, *, max_n: int, keeps_special_tokens: bool) -> dict[str, Any]:
+def chat_params(
+    request: ChatRequest, *, defaults: Mapping[str, Any], max_n: int, keeps_special_tokens: bool
+) -> dict[str, Any]:
     """``keeps_special_tokens``: the tool-call format is written with them."""
     limit = request.max_completion_tokens
-    params: dict[str, Any] = {"max_tokens": request.max_tokens if limit is None else limit}
+    limit = request.max_tokens if limit is None else limit
+    params: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
     if request.logprobs:
         params["logprobs"] = request.top_logprobs or 0
     if keeps_special_tokens:
         params["skip_special_tokens"] = False
-    return _checked(request, params, max_n=max_n, has_tokenizer=True)
+    defaults = {"max_tokens": None, **defaults}
+    return _checked(request, params, defaults=defaults, max_n=max_n, has_tokenizer=True)
 
 
-def completion_params(request: CompletionRequest, *, max_n: int, has_tokenizer: bool) -> dict[str, Any]:
+def completion_params(
+    request: CompletionRequest, *, defaults: Mapping[str, Any], max_n: int, has_tokenizer: bool
+) -> dict[str, Any]:
     """``max_tokens`` 0 is for echo alone; the engine then draws one token, which is dropped."""
     params: dict[str, Any] = {}
     if request.max_tokens is not None:
         params["max_tokens"] = 1 if request.max_tokens == 0 and request.echo else request.max_tokens
     if request.logprobs is not None:
         params["logprobs"] = request.logprobs
-    return _checked(request, params, max_n=max_n, has_tokenizer=has_tokenizer)
+    return _checked(request, params, defaults=defaults, max_n=max_n, has_tokenizer=has_tokenizer)
 
 
 def grammar_of(request: GenerationRequest) -> Grammar | None:
@@ -90,12 +98,18 @@ def forced_call_grammar(request: ChatRequest) -> Grammar | None:
 
 
 def _checked(
-    request: GenerationRequest, params: dict[str, Any], *, max_n: int, has_tokenizer: bool
+    request: GenerationRequest,
+    params: dict[str, Any],
+    *,
+    defaults: Mapping[str, Any],
+    max_n: int,
+    has_tokenizer: bool,
 ) -> dict[str, Any]:
     for name in _SAME_NAME:
         value = getattr(request, name)
         if value is not None:
             params.setdefault(name, value)
+    params = {**defaults, **params}
     _check_stops(request)
     if not has_tokenizer:
         params["detokenize"] = False

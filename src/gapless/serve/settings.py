@@ -24,6 +24,11 @@ ToolCallParser = Literal["auto", "none", "hermes", "llama3", "mistral"]
 
 _MAX_PORT = 65535
 _SECRETS = ("api_keys",)
+_MEDIA = (
+    *("limit_mm_per_prompt", "allowed_local_media_path", "allowed_media_domains", "max_image_bytes"),
+    *("max_image_pixels", "max_video_bytes", "max_video_seconds", "max_video_frames"),
+    *("max_decoded_pixels", "max_media_bytes"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,9 @@ class ServerSettings:
     """Text of a Jinja template to use in place of the model's own."""
     tool_call_parser: ToolCallParser = "auto"
     """How the model writes tool calls; auto: as its chat template says."""
+    generation_config: str = "auto"
+    """Where sampling values of requests that name none come from: ``auto`` (the model's folder), ``vllm`` or
+    ``none`` (nowhere: ``SamplingParams``' defaults), or a folder with a ``generation_config.json``."""
     max_queued_requests: int = 1024
     """Requests accepted beyond those that run; more are answered with 429."""
     max_body_bytes: int = 16 * 2**20
@@ -105,6 +113,7 @@ class ServerSettings:
         if not isinstance(self.enable_cache_reset, bool):
             raise ConfigError(f"--enable-cache-reset={self.enable_cache_reset!r}: must be true or false")
         _check_choice("--tool-call-parser", self.tool_call_parser, get_args(ToolCallParser))
+        _check_text("--generation-config", self.generation_config)
         _check_choice("--access-log", self.access_log, get_args(AccessLog))
         _check_choice("--log-level", self.log_level, get_args(LogLevel))
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -134,6 +143,16 @@ class ServerSettings:
         for name in _SECRETS:
             values[f"num_{name}"] = len(values.pop(name))
         return {name: _shown(value) for name, value in values.items()}
+
+
+def refuse_media_options(settings: ServerSettings) -> None:
+    """For a model without vision. Raises ``ConfigError`` for an option that would do nothing there."""
+    for field in dataclasses.fields(settings):
+        if field.name in _MEDIA and getattr(settings, field.name) != field.default:
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} is about images and videos, and this model takes text "
+                "only; leave it out"
+            )
 
 
 def _shown(value: Any) -> Any:

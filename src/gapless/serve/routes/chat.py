@@ -33,6 +33,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
         is_forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
         params = chat_params(
             request,
+            defaults=context.sampling_defaults,
             max_n=context.settings.max_n,
             keeps_special_tokens=(
                 make_parser is not None and not is_forced and context.tool_format in NEEDS_SPECIAL_TOKENS

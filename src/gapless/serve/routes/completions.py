@@ -29,7 +29,10 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
         clock = RequestClock(context.metrics)
         request = await context.parse(http, CompletionRequest)
         params = completion_params(
-            request, max_n=context.settings.max_n, has_tokenizer=context.tokenizer is not None
+            request,
+            defaults=context.sampling_defaults,
+            max_n=context.settings.max_n,
+            has_tokenizer=context.tokenizer is not None,
         )
         n = params.get("n", 1)
         if len(request.prompt) * n > MAX_CHOICES:
