@@ -263,7 +263,7 @@ def test_an_image_is_refused_in_words(api):
     messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}]
     with pytest.raises(
         openai.BadRequestError,
-        match=r"content\[1\]: content parts of type 'image_url' are not supported: this model reads text only",
+        match=r"content\[1\]: content parts of type 'image_url' are not supported: this model reads text",
     ):
         chat(api, messages=messages)
 

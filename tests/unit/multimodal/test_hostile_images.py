@@ -131,7 +131,7 @@ def test_a_broken_exif_block_does_not_lose_the_picture():
     assert decode_image(data).size == (5, 3)
 
 
-@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF"])
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF", "MPO"])
 def test_of_an_animation_the_first_picture_counts(format):
     found = decode_image(animated(format, [(200, 0, 0), (0, 200, 0), (0, 0, 200)]))
     red, green, blue = found.getpixel((3, 3))
