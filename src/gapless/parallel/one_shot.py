@@ -10,6 +10,8 @@ its first sums, is not used, and ``why_not`` says so. NVLink multicast is never 
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 1024
 """Beyond this NCCL is quicker on every machine known."""
@@ -125,16 +129,13 @@ def _is_right(reducer: OneShotReducer, group: Any, torch_device: torch.device) -
 
 
 def _seconds(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:
-    """Of one call, as a node of a graph. All ranks replay at the same time."""
+    """Of one call, as a node of a graph that all ranks replay at the same time; infinite where a rank cannot
+    capture it."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(_NUM_SUMS):
-            run()
-        graph.capture_end()
+        graph = _captured(run, stream)
+        if not agree(graph is not None) or graph is None:
+            return math.inf
         seconds = []
         for _ in range(_NUM_REPEATS):
             agree(True)
@@ -146,3 +147,21 @@ def _seconds(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:
             seconds.append(start.elapsed_time(end) / 1000 / _NUM_SUMS)
         graph.reset()
     return statistics.median(seconds)
+
+
+def _captured(run: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | None:
+    """``_NUM_SUMS`` calls of ``run``; None where that does not work."""
+    run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(_NUM_SUMS):
+                run()
+        finally:
+            graph.capture_end()
+    except RuntimeError as error:
+        logger.info("sums cannot be timed in a graph: %s", error)
+        return None
+    return graph

@@ -67,7 +67,7 @@ class Workers:
         self._failed = threading.Event()
         self._is_closing = False
         self._on_failure: list[Callable[[RankError], None]] = []
-        self._lock = threading.Lock()
+        self._lock, self._send_lock = threading.Lock(), threading.Lock()
         self._watch = watch_lifelines(self._wires, on_failure=self._fail, describe=self._describe)
 
     @classmethod
@@ -116,12 +116,13 @@ class Workers:
             callback(RankError(str(failure)))
 
     def send(self, message: Any) -> None:
-        """To every rank. Raises the reason when one is gone."""
-        for wire in self._wires:
-            try:
-                wire.commands.send(message)
-            except OSError as error:
-                self._wait_for_reason(error)
+        """To every rank, in one piece. Raises the reason when one is gone."""
+        with self._send_lock:
+            for wire in self._wires:
+                try:
+                    wire.commands.send(message)
+                except OSError as error:
+                    self._wait_for_reason(error)
 
     def receive(self) -> list[Any]:
         """One message from every rank, in order."""

@@ -17,6 +17,8 @@ from forked_ranks import OPTIONS, forked, greedy, is_alive, open_llm, tokens_of,
 from gapless import LLM
 from gapless.engine import ranks
 from gapless.errors import GaplessError, MemoryLimitError, RankError
+from gapless.graphs.store import GraphStore
+from gapless.parallel.group import RankGroup
 from gapless.parallel.wire import Failure
 
 AT_MOST_S = 10.0
@@ -169,10 +171,16 @@ def _noted(process: Any, started: list[int]) -> Any:
     return process
 
 
-def test_shutdown_leaves_no_process_and_may_be_repeated(source):
+def test_shutdown_leaves_no_process_and_may_be_repeated(source, monkeypatch):
     llm = open_llm(source, 2, **FEW)
-    pids = llm.runner.worker_pids
+    pids, order = llm.runner.worker_pids, []
+    for owner, name in ((GraphStore, "release"), (RankGroup, "close")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda self, real=real, name=name: (order.append(name), real(self))[1]
+        )
     llm.shutdown()
+    assert order == ["release", "close"], "graphs hold collectives of the group"
     assert not any(map(is_alive, pids))
     llm.shutdown()
     with pytest.raises(GaplessError, match="has been shut down"):
