@@ -5,6 +5,7 @@ The oracle is the long way: a scheduler that never continues a run, and a builde
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from scheduler_harness import OverlappedEngine, make_scheduler, make_sequence
 
 from gapless.engine.inputs import BatchBuilder
+from gapless.engine.request import Sequence
 from gapless.engine.scheduler import Scheduler
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 
@@ -41,6 +43,7 @@ def make_builder(runner: PagedFakeRunner) -> BatchBuilder:
         max_num_reqs=runner.max_num_reqs,
         max_num_tokens=runner.max_num_batched_tokens,
         max_blocks=runner.num_blocks,
+        rope_axes=3,
     )
 
 
@@ -53,6 +56,28 @@ def arrays_of(builder: BatchBuilder, batch: ScheduledBatch) -> dict[str, Any]:
         "sampled_rows": arrays.sampled_rows.tolist(),
         "has_unknown": arrays.has_unknown,
     }
+
+
+def with_positions(sequence: Sequence, *, delta: int) -> Sequence:
+    """As of a prompt with an image: positions of its own on three axes."""
+    request, count = sequence.request, sequence.num_prompt_tokens
+    own_3T = np.random.default_rng(count).integers(50, size=(3, count), dtype=np.int32)
+    sequence.request = replace(request, rope_positions_3T=own_3T, rope_delta=delta)
+    return sequence
+
+
+def expected_positions(batch: ScheduledBatch) -> list[list[int]]:
+    """Token by token: the prompt's own positions, then index and delta; without either the index."""
+    columns = []
+    for entry in batch.entries:
+        request = entry.sequence.request
+        for index in range(entry.start, entry.end):
+            own_3T = request.rope_positions_3T
+            if own_3T is not None and index < own_3T.shape[1]:
+                columns.append(own_3T[:, index].tolist())
+            else:
+                columns.append([index + request.rope_delta] * 3)
+    return [list(axis) for axis in zip(*columns, strict=True)]
 
 
 def facts(entry: ScheduledSequence) -> tuple[Any, ...]:
@@ -102,6 +127,8 @@ def test_steps_and_their_arrays_are_those_of_the_long_way(
     def add(num_prompt: int, max_tokens: int) -> None:
         for engine, own in zip(engines, sequences, strict=True):
             own.append(make_sequence([7 * len(own) + i for i in range(num_prompt)], max_tokens=max_tokens))
+            if len(own) % 3:
+                with_positions(own[-1], delta=len(own) - 5)
             engine.add(own[-1])
 
     def step() -> None:
@@ -111,7 +138,9 @@ def test_steps_and_their_arrays_are_those_of_the_long_way(
             assert [facts(e) for e in batches[0].entries] == [facts(e) for e in batches[1].entries]
             assert batches[0].is_decode == without_run(batches[0]).is_decode
             assert list(batches[0].sampled_positions) == list(without_run(batches[0]).sampled_positions)
-            assert arrays_of(builders[0], batches[0]) == arrays_of(builders[1], without_run(batches[1]))
+            arrays = arrays_of(builders[0], batches[0])
+            assert arrays == arrays_of(builders[1], without_run(batches[1]))
+            assert arrays["rope_positions"] == expected_positions(batches[0])
         else:
             assert batches == [None, None]
         for engine, batch in zip(engines, batches, strict=True):

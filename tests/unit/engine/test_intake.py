@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media_engine import media_prompt
 from tokenizer_fakes import byte_level
 
 from gapless.engine.intake import Intake
 from gapless.engine.request import make_sequences
 from gapless.errors import RequestError
+from gapless.multimodal.items import MediaPrompt
 from gapless.sampling.params import SamplingParams
 
 TOKENIZER = byte_level()
@@ -165,3 +169,49 @@ def test_each_choice_draws_with_a_seed_of_its_own(seed, seeds):
     assert [s.seed for s in sequences] == seeds
     assert [s.index for s in sequences] == [0, 1, 2]
     assert len({id(s.token_ids) for s in sequences}) == 3
+
+
+GOOD = media_prompt([1, 2], (b"a", 1, 3), [3])  # eight tokens, placeholders at 3, 4 and 5
+
+
+def changed(**changes) -> MediaPrompt:
+    return replace(GOOD, **changes)
+
+
+def with_ranges(*ranges: tuple[int, int]) -> MediaPrompt:
+    return changed(items=tuple(replace(GOOD.items[0], ranges=(r,)) for r in ranges))
+
+
+def test_a_prompt_with_media_brings_its_items_and_positions():
+    request = make_intake(takes_media=True).make_request("r", GOOD, IDS_ONLY)
+    assert (request.media, request.rope_delta, request.media_end) == (GOOD.items, GOOD.rope_delta, 6)
+    assert request.rope_positions_3T is GOOD.rope_positions_3T
+    assert request.prompt_token_ids == GOOD.token_ids
+    assert make_intake().make_request("r", [1, 2], IDS_ONLY).media_end == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (changed(token_ids=(1, 400)), "prompt token 1 is 400"),
+        (changed(token_ids=(1,) * 25), "25 tokens, but the maximum model length is 20"),
+        (changed(rope_positions_3T=GOOD.rope_positions_3T[:, 1:]), r"of shape \(3, 7\).* shape \(3, 8\)"),
+        (changed(rope_positions_3T=GOOD.rope_positions_3T.astype(np.int64)), "type int64"),
+        (changed(rope_positions_3T=GOOD.rope_positions_3T - 1), "a rope position is -1"),
+        (changed(rope_delta=-9), "a rope position is -1"),
+        (with_ranges((3, 0)), "0 placeholders at prompt token 3"),
+        (with_ranges((-1, 2)), "2 placeholders at prompt token -1"),
+        (with_ranges((6, 3)), "3 placeholders at prompt token 6: .* within the prompt's 8 tokens"),
+        (with_ranges((2, 2), (3, 2)), "2 placeholders at prompt token 3: ranges .* lie apart"),
+        (changed(items=(replace(GOOD.items[0], grid_thw=(1, 2, 4)),)), "must be the number of patches"),
+        (changed(items=(replace(GOOD.items[0], ranges=()),)), "there must be a placeholder"),
+    ],
+)
+def test_a_prompt_with_media_that_does_not_fit_together_is_refused(prompt, message):
+    with pytest.raises(RequestError, match=message):
+        make_intake(takes_media=True, vocab_size=300).make_request("r", prompt, IDS_ONLY)
+
+
+def test_a_model_of_text_refuses_media():
+    with pytest.raises(RequestError, match="takes text only"):
+        make_intake(vocab_size=300).make_request("r", GOOD, IDS_ONLY)

@@ -288,7 +288,7 @@ class TestOptions:
         [
             ("max_model_length", "did you mean max_model_len"),
             ("cudagraph_backend_decode", "cuda_graph_backend_decode"),
-            ("tensor_parallel_size", "no option tensor_parallel_size=2"),
+            ("pipeline_parallel_size", "no option pipeline_parallel_size=2"),
         ],
     )
     def test_an_unknown_option_is_an_error_with_its_neighbours(self, option, hint):

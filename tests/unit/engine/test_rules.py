@@ -194,7 +194,6 @@ def test_the_default_prefill_maximum_is_capped_by_the_kind_of_model(info, facts,
 @pytest.mark.parametrize(
     "option",
     [
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
         "enable_expert_parallel",
