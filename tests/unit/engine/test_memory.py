@@ -46,7 +46,7 @@ class FakeGpu:
 class FakeStore:
     """Notes the order of events; captured rows cost what the runner says."""
 
-    def __init__(self, device: FakeGpu) -> None:
+    def __init__(self, device: FakeGpu, peers: None = None) -> None:
         self.device, self.ledger, self.failures = device, [], []
 
     @property
