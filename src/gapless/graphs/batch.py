@@ -20,7 +20,7 @@ class BatchDescriptor(NamedTuple):
     """All query lengths equal (pure decode; with speculation 1 + number of draft tokens)."""
     has_lora: bool = False
     variant: int = 0
-    """Tells graphs of equal counts apart, where something else is frozen in them (an encoder's boundaries)."""
+    """Tells graphs of equal counts apart, where something else is frozen in them: an encoder's boundaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

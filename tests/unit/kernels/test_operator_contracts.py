@@ -23,6 +23,7 @@ from gapless.kernels.head import finish_greedy
 from gapless.kernels.linear import gate_up_silu, small_linear
 from gapless.kernels.moe import combine_experts, expert_down, expert_gate_up, route_tokens
 from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
+from gapless.kernels.positions import add_interpolated
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 from gapless.kernels.sample import draw_tokens
 from gapless.models.packed_linear import PackedWeight, can_pack, packed_linear
@@ -103,6 +104,13 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
     "combine_experts": (
         combine_experts,
         lambda rows, t: (torch.randn(2 * t, 16), LIMITS, torch.randn(t, 16), rows(t, 1), torch.zeros(t, 16)),
+    ),
+    "add_interpolated": (
+        add_interpolated,
+        lambda rows, t: (
+            torch.randn(t, 24), torch.randn(9, 24), count(4 * t).view(t, 4) % 9, torch.rand(t, 4),
+            torch.zeros(t, 24),
+        ),
     ),
     "finish_greedy": (finish_greedy, lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), -1)),
     "draw_tokens": (

@@ -19,11 +19,12 @@ from torch.nn.functional import linear
 
 from gapless.attention.varlen import Segments, VarlenBackend
 from gapless.graphs.ops import direct
-from gapless.kernels import activation, norm, rope_cache
+from gapless.kernels import activation, norm, positions, rope_cache
 
 fused_silu_mul = direct(activation.fused_silu_mul)
 fused_rms_norm, fused_add_rms_norm = direct(norm.fused_rms_norm), direct(norm.fused_add_rms_norm)
 rotate_heads = direct(rope_cache.rotate_heads)
+fused_add_interpolated = direct(positions.add_interpolated)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

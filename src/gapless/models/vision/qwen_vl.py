@@ -19,6 +19,7 @@ from torch import Tensor
 from gapless.graphs.buffers import InputField
 from gapless.graphs.encoder_adapter import EncoderRun
 from gapless.models.vision import grids
+from gapless.models.vision.fused import fused_add_interpolated
 from gapless.models.vision.grids import Grid, GridArrays, cumulative, joined, joined_indices
 from gapless.models.vision.tower import Placement, VisionTower, build_module
 
@@ -128,10 +129,13 @@ class Qwen3Tower(VisionTower):
     def forward(self, run: EncoderRun) -> tuple[Tensor, ...]:
         module: Any = self.module
         embedded_PH = self.embed_patches(run["patches"], module.patch_embed.proj)
-        corners_P4H = module.pos_embed(run["interp_indices"])
-        positions_PH = (corners_P4H * run["interp_weights"][:, :, None]).sum(1)
-        hidden_PH = run["block_input"]
-        torch.add(embedded_PH, positions_PH.to(embedded_PH.dtype), out=hidden_PH)
+        hidden_PH, table_SH = run["block_input"], module.pos_embed.weight
+        indices_P4, weights_P4 = run["interp_indices"], run["interp_weights"]
+        if self.is_fused:
+            fused_add_interpolated(embedded_PH, table_SH, indices_P4, weights_P4, hidden_PH)
+        else:
+            positions_PH = (module.pos_embed(indices_P4) * weights_P4[:, :, None]).sum(1)
+            torch.add(embedded_PH, positions_PH.to(embedded_PH.dtype), out=hidden_PH)
         run_block = self.block_runner(run, hidden_PH)
         segments = self.full_segments(run)
         taps_UE: list[Tensor] = []
