@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from media_files import data_url, png
 
 from gapless.errors import ConfigError, RequestError
@@ -395,3 +397,56 @@ def test_limits_reach_the_data_url():
     loader = MediaLoader(limits=MediaLimits(max_image_bytes=10))
     with pytest.raises(RequestError, match=r"^messages\[0\]: .*the limit is 10"):
         loader.image(data_url(PNG), name="messages[0]")
+
+
+_TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.text("htps:/.@#?%\\[]0123456789abcefgxlmor-_ \t\r\n", max_size=60),
+)
+_STARTS = st.sampled_from(
+    [
+        *(
+            "",
+            "http://",
+            "https://",
+            "HTTP:",
+            "http:example.org",
+            "http://example.org",
+            "https://example.org:443/",
+        ),
+        *(
+            "http://example.org@",
+            "http://user@example.org",
+            "http://[",
+            "file://",
+            "file:///",
+            "data:image/png;",
+        ),
+    ]
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_STARTS, _TEXTS)
+def test_whatever_the_url_no_other_host_is_looked_up_and_no_file_is_read(start, rest):
+    looked_up: list[tuple[str, int]] = []
+
+    def resolve(host: str, port: int) -> list[str]:
+        looked_up.append((host, port))
+        return []
+
+    access = MediaAccess(domains=("example.org",), local_path=os.path.dirname(__file__))
+    with pytest.raises(RequestError, match=r"^image: "):
+        read(access, start + rest, resolve=resolve)
+    assert set(looked_up) <= {("example.org", 80), ("example.org", 443)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=40), st.integers(0, 80), st.text(max_size=3))
+def test_a_damaged_data_url_is_never_read_as_something_else(data, position, damage):
+    url = data_url(data)
+    found = url[:position] + damage + url[position:]
+    try:
+        assert read(MediaAccess(), found) == base64.b64decode(found.partition(",")[2], validate=True)
+    except RequestError:
+        return
