@@ -52,7 +52,6 @@ class FrameSampling:
             most = math.floor(min(self.max_frames, total) / patch) * patch
             wish = min(max(total / video.fps * self.fps, self.min_frames), most, total)
             count = math.floor(wish / patch) * patch
-        if not count:
-            return [0] if total == 1 else list(range(total))
+        count = count or min(patch, total)
         step = total / count
         return [min(int(i * step), total - 1) for i in range(count)]

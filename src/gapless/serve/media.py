@@ -69,13 +69,14 @@ class MediaDesk:
         sampling, most = processor.sampling(), loader.limits.max_video_frames
         self._sampling = replace(sampling, max_frames=min(sampling.max_frames, most))
         self._max_held = MAX_HELD_BODIES * settings.max_body_bytes
+        self._max_inside = settings.max_queued_requests
         num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="media")
         # A slow web server may hold up those who ask it, but nobody who sends images along.
         self._web_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="media-web")
         self._lock = threading.Lock()
-        self.num_held = 0
-        """Characters of URLs whose request waits for the pool or is in it."""
+        self.num_inside = self.num_held = 0
+        """Requests that wait for the pool or are in it, and the characters of their URLs."""
 
     async def prompt(
         self, token_ids: Sequence[int], parts: Sequence[PlacedPart], *, max_tokens: int
@@ -85,12 +86,14 @@ class MediaDesk:
         self._check_counts(parts)
         size = sum(len(placed.part.url) for placed in parts)
         with self._lock:
-            if self.num_held and self.num_held + size > self._max_held:
+            is_too_large = self.num_held > 0 and self.num_held + size > self._max_held
+            if is_too_large or self.num_inside >= self._max_inside:
                 raise EngineBusyError(
                     "the server is preparing too many images and videos at once; try again later",
                     retry_after_s=1.0,
                 )
             self.num_held += size
+            self.num_inside += 1
         asks_the_web = any(placed.part.url[:4].lower() == "http" for placed in parts)
         pool = self._web_pool if asks_the_web else self._pool
         work = pool.submit(self._make, token_ids, parts, max_tokens)
@@ -98,6 +101,7 @@ class MediaDesk:
         def release(_: Future[Any]) -> None:  # done, or given up before it began
             with self._lock:
                 self.num_held -= size
+                self.num_inside -= 1
 
         work.add_done_callback(release)
         return await asyncio.wrap_future(work)

@@ -170,6 +170,20 @@ def test_qwen2_5_samples_as_transformers_does(total, fps):
     assert FrameSampling(spacing="steps").choose(VideoFacts(num_frames=total, fps=fps)) == theirs
 
 
+@pytest.mark.parametrize(
+    ("options", "total", "expected"),
+    [
+        ({"spacing": "steps", "max_frames": 1}, 100, [0, 50]),
+        ({"spacing": "steps", "num_frames": 1}, 100, [0, 50]),
+        ({"spacing": "steps"}, 1, [0]),
+        ({"spacing": "ends", "max_frames": 1}, 100, [0]),
+        ({"spacing": "ends"}, 1, [0]),
+    ],
+)
+def test_fewer_frames_than_a_patch_has_are_as_many_as_it_has(options, total, expected):
+    assert FrameSampling(**options).choose(VideoFacts(num_frames=total, fps=10.0)) == expected
+
+
 @pytest.mark.parametrize("spacing", ["steps", "ends"])
 def test_a_number_of_frames_overrides_the_rate(spacing):
     facts = VideoFacts(num_frames=100, fps=10.0)

@@ -419,6 +419,24 @@ class TestPool:
 
         asyncio.run(scenario())
 
+    def test_what_waits_is_bounded_in_number(self, qwen3, gate):
+        opened, _ = gate
+
+        async def scenario():
+            app = make_app(qwen3, max_queued_requests=3)
+            request = json.dumps(body(image())).encode()
+            connections = [Connection(app, CHAT, request) for _ in range(5)]
+            while sum(connection.task.done() for connection in connections) < 2:
+                await asyncio.sleep(0.005)
+            refused = [c for c in connections if c.task.done()]
+            assert [connection.sent[0]["status"] for connection in refused] == [429, 429]
+            opened.set()
+            await asyncio.wait_for(asyncio.gather(*(c.task for c in connections)), 10)
+            statuses = sorted(connection.sent[0]["status"] for connection in connections)
+            assert statuses == [200, 200, 200, 429, 429]
+
+        asyncio.run(scenario())
+
     def test_what_waits_is_bounded_in_bytes_and_freed_again(self, qwen3, gate):
         opened, _ = gate
 
