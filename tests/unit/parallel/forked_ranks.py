@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import DupFd
@@ -23,7 +23,7 @@ from gapless.engine.rank_worker import main
 Main = Callable[[int, int, int], None]
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gapless.engine.build", "gapless.engine.step_mirror", "forked_ranks"])
+_context.set_forkserver_preload(["gapless.engine.build", "gapless.engine.step_mirror"])
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,8 +73,6 @@ class ForkedRank:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            import subprocess
-
             assert timeout is not None
             raise subprocess.TimeoutExpired("rank", timeout)
         return self._process.exitcode
@@ -127,6 +125,3 @@ def is_alive(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return state != "Z"
-
-
-assert "forked_ranks" in sys.modules or __name__ == "__mp_main__"

@@ -1,0 +1,216 @@
+"""The process group by itself, with one member; and which sums go through one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gapless.errors import GraphError, RankError
+from gapless.graphs.device.emulated import EmulatedDevice
+from gapless.parallel import collectives, one_shot
+from gapless.parallel.group import RankGroup
+from gapless.parallel.one_shot import OneShotReducer, find_one_shot
+from gapless.parallel.shard import Shard
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RankGroup]:
+    group = RankGroup(dist.HashStore(), rank=0, size=1, torch_device=CPU)
+    collectives.register_group(group)
+    yield group
+    collectives.forget_group(group)
+    group.close()
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def group(shared: RankGroup, monkeypatch: pytest.MonkeyPatch) -> RankGroup:
+    """Unharmed by what a test does to it."""
+    for name in ("_failure", "torch_device", "_is_capturing", "breaks", "_one_shot"):
+        monkeypatch.setattr(shared, name, getattr(shared, name))
+    return shared
+
+
+def member(group: RankGroup) -> Shard:
+    """A shard that does not look whole, so that the operators run."""
+    return Shard(rank=0, size=2, group=group.shard.group)
+
+
+def test_agreements_with_nobody_else(group):
+    assert group.agree()
+    assert not group.agree(False)
+    assert group.first_problem() is None
+    assert group.first_problem("no room") == "rank 0: no room"
+    assert group.minimum([3, 1]) == [3, 1]
+    assert group.minimum([]) == []
+    assert group.from_first(7) == 7
+
+
+def test_operators_give_the_sum_in_place_and_columns_without_padding(group):
+    values = torch.arange(6.0).view(2, 3)
+    summed = collectives.all_reduce(values, member(group))
+    assert summed is values
+    columns = collectives.gather_columns(values, 2, member(group))
+    assert columns.tolist() == [[0, 1], [3, 4]]
+    assert columns.is_contiguous()
+
+
+def test_one_rank_calls_nothing():
+    values = torch.ones(2)
+    assert collectives.all_reduce(values, Shard(group=999)) is values
+    assert collectives.gather_columns(values, 2, Shard(group=999)) is values
+
+
+def test_operators_are_nodes_that_run_at_every_replay(group, device: EmulatedDevice, monkeypatch):
+    sums: list[int] = []
+    monkeypatch.setattr(group, "all_reduce", lambda values: sums.append(values.add_(1).numel()))
+    values, out = torch.zeros(2, 3), torch.zeros(2, 3)
+    with torch.no_grad():
+        device.begin_segment(device.new_pool())
+        out.copy_(collectives.all_reduce(values * 1, member(group)))
+        segment = device.end_segment()
+    assert not sums, "a capture computes nothing"
+    assert "gapless.sum_over_ranks.default" in segment.op_names
+    for value in (1.0, 5.0):
+        values.fill_(value)
+        segment.replay()
+        assert out.tolist() == [[value + 1] * 3] * 2
+    assert sums == [6, 6]
+
+
+def test_a_closed_group_is_named():
+    with pytest.raises(RankError, match="rank group 12345 has been closed"):
+        collectives.all_reduce(torch.ones(1), Shard(rank=0, size=2, group=12345))
+
+
+def test_after_a_failure_everything_says_the_reason(group, monkeypatch):
+    monkeypatch.setattr(group, "_abort", lambda: None)
+    group.fail(RankError("rank 3 is gone"))
+    group.fail(RankError("and so is rank 2"))
+    calls = (
+        group.check,
+        group.agree,
+        lambda: group.all_reduce(torch.ones(1)),
+        lambda: group.gather_columns(torch.ones(1, 1), 1),
+        lambda: group.wait_for(lambda: False),
+    )
+    for call in calls:
+        with pytest.raises(RankError, match=r"^rank 3 is gone$"):
+            call()
+    group._failed.clear()
+
+
+def test_waiting_for_the_device_ends_when_it_is_done(group):
+    answers = iter([False, False, True])
+    group.wait_for(lambda: next(answers))
+    assert next(answers, None) is None
+
+
+def test_ranks_apart_neither_sum_nor_wait(group, monkeypatch):
+    monkeypatch.setattr(group, "_tensors", None)  # nothing of it may be used
+    with group.apart():
+        values = torch.tensor([2.0])
+        group.all_reduce(values)
+        assert values.item() == 2
+        assert group.gather_columns(torch.ones(2, 3), 3).shape == (2, 3)
+
+
+def test_a_capture_that_was_not_announced_may_hold_no_sum(group, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    group.torch_device = torch.device("cuda")
+    values = torch.ones(1)
+    with pytest.raises(GraphError, match="capture through a GraphStore that knows its peers"):
+        group.all_reduce(values)
+    with group.capturing():
+        group.all_reduce(values)
+    monkeypatch.setattr(group, "_is_warm", False)
+    with group.capturing(), pytest.raises(GraphError):
+        group.all_reduce(values)
+
+
+def test_small_sums_go_through_one_kernel_where_there_is_one(group):
+    small: list[int] = []
+    group._one_shot = SimpleNamespace(
+        serves=lambda values: values.numel() < 10, all_reduce=lambda values: small.append(values.numel())
+    )
+    group.all_reduce(torch.ones(4))
+    group.all_reduce(torch.ones(40))
+    assert small == [4]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_served"),
+    [
+        (torch.ones(64), True),
+        (torch.ones(64, dtype=torch.bfloat16), True),
+        (torch.ones(64, dtype=torch.float16), False),
+        (torch.ones(257), False),
+        (torch.ones(3), False),
+        (torch.ones(0), False),
+        (torch.ones(8, 16)[:, :8], False),
+    ],
+    ids=["float32", "bfloat16", "another dtype", "too large", "unaligned", "empty", "strided"],
+)
+def test_what_one_kernel_can_sum(values, is_served):
+    reducer = object.__new__(OneShotReducer)
+    reducer.max_bytes = 1024
+    assert reducer.serves(values) is is_served
+
+
+class FakeReducer:
+    def __init__(self, *_: Any) -> None:
+        self.max_bytes = 0
+        self.all_reduce = None
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any) -> tuple[Any, str]:
+    monkeypatch.setattr(one_shot, "OneShotReducer", others.pop("reducer", FakeReducer))
+    monkeypatch.setattr(one_shot, "_is_right", lambda *_: others.pop("is_right", True))
+
+    def seconds(call: Any, agree: Any) -> float:
+        (values,) = call.args
+        is_ours = call.func is None
+        return 1.0 if is_ours == (values.nbytes <= faster_up_to) else 2.0
+
+    monkeypatch.setattr(one_shot, "_seconds", seconds)
+    monkeypatch.setattr(one_shot, "partial", lambda func, *args, **_: SimpleNamespace(func=func, args=args))
+    agree = others.pop("agree", lambda is_well: is_well)
+    return find_one_shot(None, CPU, agree=agree, from_first=others.pop("from_first", lambda value: value))
+
+
+@pytest.mark.parametrize("limit", [4096, 65536, one_shot.MAX_BYTES])
+def test_the_largest_message_that_was_faster_is_the_limit(monkeypatch, limit):
+    reducer, why = choose(monkeypatch, faster_up_to=limit)
+    assert reducer.max_bytes == limit
+    assert why == f"one kernel up to {limit} bytes, NCCL above"
+
+
+def test_the_first_rank_decides_for_all(monkeypatch):
+    reducer, _ = choose(monkeypatch, faster_up_to=4096, from_first=lambda value: 8192)
+    assert reducer.max_bytes == 8192
+
+
+def _missing(*_: Any) -> Any:
+    raise RuntimeError("no fabric\nlong story")
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({"reducer": _missing}, "NCCL only: no symmetric memory (no fabric)"),
+        ({"agree": lambda is_well: False}, "NCCL only: no symmetric memory (on another rank)"),
+        ({"is_right": False}, "NCCL only: one-shot sums differ from NCCL's"),
+        ({"from_first": lambda value: 0}, "NCCL only: faster at every size that was measured"),
+    ],
+    ids=["not here", "not there", "wrong", "slower"],
+)
+def test_why_there_is_no_one_kernel(monkeypatch, others, why):
+    assert choose(monkeypatch, faster_up_to=4096, **others) == (None, why)
