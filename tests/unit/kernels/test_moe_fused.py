@@ -23,6 +23,7 @@ from gapless.models.config import parse_config
 from gapless.models.decoder import Decoder
 from gapless.models.dummy import fill_dummy_weights
 from gapless.models.grouped_experts import why_no_grouped_mm
+from gapless.models.moe_config import MOE_OP
 from gapless.sampling.params import SamplingParams
 from kernel_oracles import assert_close_to
 from ragged_batches import make_batch
@@ -106,13 +107,10 @@ def test_fused_layers_equal_the_torch_path_and_padding_reaches_no_expert(
     assert sum(counts[0][-1]) == 2 * 8 * 2, "the last one ran twice"
 
 
-@pytest.mark.parametrize("splitting_ops", [None, ["gapless::moe_layer"]])
-def test_graphs_of_the_kernels_equal_padded_eager(
-    splitting_ops: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_of_the_kernels_equal_padded_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill breaks at the mixture, decode holds it."""
     monkeypatch.setattr(decoder, "has_fused_kernels", lambda device: True)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
-    strategy = "full" if splitting_ops is None else "breakable"
     opened = open_engine(
         EngineConfig.from_sources(
             python={
@@ -122,11 +120,11 @@ def test_graphs_of_the_kernels_equal_padded_eager(
                 "max_running_requests": 2,
                 "chunked_prefill_size": 8,
                 "kv_cache_tokens": 32 * 16,
-                "cuda_graph_backend_prefill": strategy,
+                "cuda_graph_backend_prefill": "breakable",
                 "cuda_graph_backend_decode": "full",
                 "cuda_graph_bs_prefill": [8],
                 "cuda_graph_bs_decode": [2],
-                "compilation_config": {} if splitting_ops is None else {"splitting_ops": splitting_ops},
+                "compilation_config": {"splitting_ops": [MOE_OP]},
             }
         )
     )
