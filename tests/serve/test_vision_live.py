@@ -7,6 +7,7 @@ compared, which an image changes.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 import threading
@@ -34,6 +35,8 @@ GRAPHS = (
 )
 CLIP = video(range(0, 200, 10), size=(32, 24))
 QUESTION = "What?"
+KWARGS = {"images_kwargs": {"max_pixels": 2048}}
+"""Of the processor: 32 tokens of 8 by 8 pixels."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,14 @@ def folder(tmp_path_factory) -> Path:
 def url(folder) -> Iterator[str]:
     (folder / "media").mkdir()
     (folder / "media" / "a.png").write_bytes(png(40, 32))
-    options = ("--allowed-local-media-path", str(folder / "media"), "--limit-mm-per-prompt", "image=3")
+    options = (
+        "--allowed-local-media-path",
+        str(folder / "media"),
+        "--limit-mm-per-prompt",
+        "image=3",
+        "--mm-processor-kwargs",
+        json.dumps(KWARGS),
+    )
     with served(folder, *GRAPHS, *options, "--max-image-pixels", "1000000", has_graphs=True) as address:
         yield address
 
@@ -57,7 +67,8 @@ def api(url) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def offline(folder) -> Iterator[LLM]:
-    with LLM(str(folder), load_format="dummy", enforce_eager=True, kv_cache_tokens=1024) as llm:
+    options = {"load_format": "dummy", "enforce_eager": True, "kv_cache_tokens": 1024}
+    with LLM(str(folder), mm_processor_kwargs=KWARGS, **options) as llm:
         yield llm
 
 
@@ -98,12 +109,18 @@ def check_equals_library(answer: Any, llm: LLM, *parts: Any) -> None:
         (image(40, 32), QUESTION),
         (image(40, 32, seed=1), "and", image(24, 16, seed=2), QUESTION),
         ({"type": "video_url", "video_url": {"url": data_url(CLIP, "video/mp4")}}, QUESTION),
+        (image(64, 64), QUESTION),
         (QUESTION,),
     ],
-    ids=["image", "two images", "video", "text"],
+    ids=["image", "two images", "video", "scaled image", "text"],
 )
 def test_an_answer_is_that_of_the_library(api, offline, parts):
     check_equals_library(ask(api, *parts), offline, *parts)
+
+
+def test_the_settings_of_the_processor_act(url):
+    body = {"model": NAME, "messages": messages(image(64, 64))}
+    assert httpx.post(f"{url}/tokenize", json=body).json()["tokens"].count(IMAGE_ID) == 25
 
 
 def test_the_order_of_images_matters(api):
