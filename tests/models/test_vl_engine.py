@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from gapless.config import EngineConfig
+from gapless.engine.build import open_engine
+from gapless.engine.verify import verify_engine
 from gapless.errors import ConfigError, RequestError
+from gapless.graphs.encoder import EncoderRunner
 from gapless.llm import LLM
 from gapless.multimodal.items import MediaPrompt
 from gapless.sampling.params import SamplingParams
@@ -315,3 +319,20 @@ def test_unusable_parts_are_named_by_their_place(llm: LLM, part: dict[str, Any],
 def test_options_of_the_encoder_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("nowhere", **options)
+
+
+@pytest.mark.parametrize(("family", "vit"), [("qwen3_vl", "budget"), ("qwen2_5_vl", "exact")])
+def test_verification_checks_the_encoder_too_and_finds_a_wrong_one(
+    folders: dict[str, str], family: str, vit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**SMALL, **VIT[vit], "cuda_graph_backend_prefill": "disabled"}
+    opened = open_engine(EngineConfig.from_sources(python={"model": folders[family], **options}))
+    report = verify_engine(opened, only_few_sizes=True)
+    assert report.is_ok, str(report)
+    assert {r.check for r in report.results if r.target == "encoder"} == {
+        "equals padded eager", "close to plain eager", "ignores padding"
+    }  # fmt: skip
+    assert "encoder" not in {row["phase"] for row in opened.runner.report()["steps"]}
+    monkeypatch.setattr(EncoderRunner, "run", lambda self, items: self.eager(items[::-1]))
+    assert "encoder" in {result.target for result in verify_engine(opened, only_few_sizes=True).failures}
+    opened.runner.shutdown()

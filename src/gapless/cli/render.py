@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PHASE_ORDER = ("prefill", "head", "decode", "encoder", "sample", "sample_filtered")
-_UNITS = {"prefill": "token", "decode": "request"}
+_UNITS = {"prefill": ("token", "tokens"), "decode": ("request", "requests"), "encoder": ("patch", "patches")}
 _QUIET_RULES = ("auto", "piecewise")
 """Decisions that only spell out the defaults; shown in full by ``inspect``."""
 _PIPE_COLUMNS = 240
@@ -39,6 +39,13 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if cache is not None:
         console.print(
             f"prefix cache: {cache['hits']} of {cache['queries']} prompt tokens ({cache['hit_rate']:.0%})",
+            style="dim",
+        )
+    media = report.get("media")
+    if media is not None:
+        kept = media["embedding_cache"]
+        console.print(
+            f"images and videos: {kept['encoded']} encoded, {kept['hits']} found in the embedding cache",
             style="dim",
         )
     for failure in report["failures"]:
@@ -114,8 +121,8 @@ def sizes_text(sizes: list[int]) -> str:
 
 
 def _bucket_text(step: dict[str, Any]) -> str:
-    unit = _UNITS.get(step["phase"], "row")
-    return f"{step['bucket']} {unit}" + ("" if step["bucket"] == 1 else "s")
+    one, many = _UNITS.get(step["phase"], ("row", "rows"))
+    return f"{step['bucket']} {one if step['bucket'] == 1 else many}"
 
 
 def _phase_text(plan: dict[str, Any], phase: str) -> str:

@@ -20,7 +20,7 @@ from gapless.engine.build import OpenedEngine
 from gapless.engine.graph_set import GraphSet, select_inputs
 from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.runner import ModelRunner
-from gapless.engine.verify_media import check_stale_rows, fill_media, may_be_media
+from gapless.engine.verify_media import check_encoder, check_stale_rows, fill_media, may_be_media
 from gapless.errors import ConfigError
 from gapless.graphs.audit import Snapshot
 from gapless.graphs.batch import BatchDescriptor, BatchShape
@@ -79,6 +79,8 @@ def verify_engine(
         reports.append(check(target, seed=seed, tolerance=bound))
         if graphs.media is not None and part.phase is Phase.PREFILL:
             check_stale_rows(target, graphs.media, reports[-1], seed=seed)
+    if runner.media is not None:
+        reports.append(check_encoder(runner.media.encoder, tolerance=bound, seed=seed))
     with torch.no_grad():
         cache.clear()
         graphs.tokens.zero_()

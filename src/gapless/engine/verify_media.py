@@ -1,11 +1,15 @@
-"""Verification of the buffers that images come in: rows of nobody reach nothing.
+"""Verification of what images need: rows of nobody reach nothing, and graphs of the encoder are right.
 
 Batches may show media in two of three rows, always the same ones; whatever lies in the others is stale. A
 replay must give the same bits with NaN there as with numbers: comparing it with an eager run is not enough,
-which would read the same memory. Read ``verify.py`` for the rest.
+which would read the same memory. The encoder runs random images of several sizes packed together, against
+padded eager bit for bit, against each image alone within a bound, and with poisoned padding. Read
+``verify.py`` for the rest.
 """
 
 from __future__ import annotations
+
+import copy
 
 import numpy as np
 import torch
@@ -13,7 +17,13 @@ import torch
 from gapless.engine.media_buffers import MediaBuffers
 from gapless.graphs.check import CheckTarget, no_traffic
 from gapless.graphs.check_report import CheckReport, sizes_text
-from gapless.graphs.compare import exact_mismatch
+from gapless.graphs.compare import bounded_mismatch, exact_mismatch
+from gapless.graphs.encoder import EncoderMode, EncoderRunner
+from gapless.graphs.modes import Phase
+from gapless.models.vision.base import MediaEncoder
+from gapless.models.vision.encoder import TowerEncoder
+from gapless.models.vision.tower import VisionTower
+from gapless.multimodal.items import MediaItem
 
 _NAN = float("nan")
 _NAME = "ignores stale media rows"
@@ -48,6 +58,60 @@ def check_stale_rows(target: CheckTarget, media: MediaBuffers, report: CheckRepo
             detail = None if mismatch is None else str(mismatch)
             report.add(_NAME, target.name, sizes_text(runner.sizes_of(descriptor)), detail)
         _fill_stale(media, _NAN)
+
+
+def check_encoder(encoder: MediaEncoder, *, tolerance: float, seed: int) -> CheckReport:
+    """Every budget, or with exact graphs some sizes, which are captured if they have not been yet. Nothing
+    without graphs."""
+    report = CheckReport(name=str(Phase.ENCODER))
+    if not isinstance(encoder, TowerEncoder) or encoder.runner.mode is EncoderMode.OFF:
+        return report
+    runner = encoder.runner
+    generator = np.random.default_rng(seed)
+    log = runner.log
+    counts = copy.deepcopy(log.replays), log.eager.copy()
+    for size in runner.ladder:
+        items = _random_items(encoder.tower, size, generator)
+        subject = f"{size} patches"
+        runner.run(items)  # captures them in exact mode
+        replayed = [tensor for rows in runner.run(items) for tensor in rows]
+        padded = [tensor for rows in runner.padded_eager(items) for tensor in rows]
+        alone = [tensor for rows in runner.eager(items) for tensor in rows]
+        mismatches = {
+            "equals padded eager": exact_mismatch(replayed, padded),
+            "close to plain eager": bounded_mismatch(padded, alone, tolerance=tolerance),
+            "ignores padding": exact_mismatch(_poisoned(runner, items), replayed),
+        }
+        for name, mismatch in mismatches.items():
+            report.add(name, report.name, subject, None if mismatch is None else str(mismatch))
+    log.replays, log.eager = counts  # verification is no traffic
+    return report
+
+
+def _poisoned(runner: EncoderRunner[MediaItem], items: list[MediaItem]) -> list[torch.Tensor]:
+    assert runner.generation is not None, "it has graphs"
+    inputs = runner.generation.memory.inputs
+    try:
+        inputs.poison = True
+        return [tensor for rows in runner.run(items) for tensor in rows]
+    finally:
+        inputs.poison = False
+
+
+def _random_items(tower: VisionTower, size: int, generator: np.random.Generator) -> list[MediaItem]:
+    """Two wide images and a third on top that together nearly fill ``size`` patches."""
+    units = size // tower.granule
+    parts = [n for n in (units // 2, units // 3, max(1, units // 8)) if n]
+    return [
+        MediaItem(
+            kind="image",
+            patches_PC=generator.standard_normal((n * tower.granule, tower.patch_values), dtype=np.float32),
+            grid_thw=(1, tower.merge_size, n * tower.merge_size),
+            content_hash=b"",
+            ranges=((0, n),),
+        )
+        for n in parts
+    ]
 
 
 def _fill_stale(media: MediaBuffers, value: float) -> None:
