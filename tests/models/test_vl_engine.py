@@ -82,7 +82,7 @@ SMALL = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = {}
-    for family in ("qwen2_5_vl", "qwen3_vl"):
+    for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         folder = write_vl_folder(tmp_path_factory.mktemp("vl") / family, family)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         made[family] = str(folder)
@@ -143,6 +143,8 @@ def answers(llm: LLM) -> list[Any]:
         ("qwen2_5_vl", "breakable", "budget"),
         ("qwen2_5_vl", "tc_piecewise", "eager"),
         ("qwen2_5_vl", "disabled", "budget"),
+        ("qwen3_vl_moe", "full", "budget"),
+        ("qwen3_vl_moe", "breakable", "eager"),
     ],
 )
 def test_graphs_equal_padded_eager_and_transformers(

@@ -65,6 +65,7 @@ def explain(options: EngineOptions, *, features: list[str], draft_tokens: int = 
     from gapless.config import EngineConfig
     from gapless.config_sources import read_config_file
     from gapless.engine.planning import make_plan, max_step_tokens
+    from gapless.engine.rules import refuse_missing_encoder
 
     given = {"model": "any", **options.given()}
     from_file = {} if options.config is None else read_config_file(options.config)
@@ -74,6 +75,8 @@ def explain(options: EngineOptions, *, features: list[str], draft_tokens: int = 
     device_type = _device_type(config.device)
     config = config.with_device_defaults(device_type)
     info = _model_info(config)
+    if config.model != "any":
+        refuse_missing_encoder(config, info)
     max_model_len = min(config.max_model_len or info.max_model_len, info.max_model_len)
     backend = config.attention_backend
     if backend == "auto":

@@ -51,7 +51,13 @@ class Feature(enum.StrEnum):
 DENIED_ARCHITECTURES = frozenset({"DeepseekV32ForCausalLM"})
 """Architectures whose forward piecewise graphs are known to get wrong."""
 
-MULTIMODAL_ALLOWED = frozenset({"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"})
+MULTIMODAL_ALLOWED = frozenset(
+    {
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+    }
+)
 """Multimodal architectures whose decoder is tested with prefill graphs."""
 
 MLA_PREFILL_CAP = 2048
