@@ -116,6 +116,18 @@ def test_routes_bodies_and_errors_are_those_of_the_server(api, url):
     assert len(api.embeddings.create(model=NAME, input="x").data[0].embedding) > 1
 
 
+def test_a_caller_who_leaves_ends_the_request_where_it_runs(api, url):
+    events = api.completions.create(
+        model=NAME, prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(events))
+    events.close()
+    until(
+        lambda: sum(replica["stats"]["requests_finished"].get("abort", 0) for replica in replicas(url)) == 1
+    )
+    assert sum(replica["num_inside"] for replica in replicas(url)) == 0
+
+
 def test_conversations_return_to_the_replica_that_holds_their_beginning(api):
     messages: Any = [{"role": "system", "content": SYSTEM}]
     for turn in range(4):

@@ -152,39 +152,16 @@ def make_application(ray_options: RayOptions, options: ServeOptions) -> Any:
 
     settings, engine = options.server, options.engine
     tp = engine.tensor_parallel_size
-    num_gpus = (
-        _num_gpus(engine.device, tp) if ray_options.gpus_per_replica is None else ray_options.gpus_per_replica
-    )
-    least, most = ray_options.bounds
-    if least == most:
-        scale: dict[str, Any] = {"num_replicas": least}
-    else:
-        target = ray_options.target_ongoing_requests
-        scale = {
-            "autoscaling_config": {
-                "min_replicas": least,
-                "max_replicas": most,
-                "target_ongoing_requests": target,
-            }
-        }
+    num_gpus = ray_options.gpus_per_replica
+    if num_gpus is None:
+        num_gpus = _num_gpus(engine.device, tp)
     quiet = {"enable_access_log": False}  # the application writes its own
-    needs = {"CPU": ray_options.cpus_per_replica} | ({"GPU": num_gpus} if num_gpus else {})
     engines = serve.deployment(
         EngineReplica,
         name="engine",
-        ray_actor_options={"num_cpus": ray_options.cpus_per_replica, "num_gpus": num_gpus},
-        # One bundle is never divided: all GPUs of a replica, and its processes, are on one machine.
-        placement_group_bundles=[needs],
-        placement_group_strategy="STRICT_PACK",
-        max_ongoing_requests=ray_options.max_ongoing_requests,
         logging_config=quiet,
-        max_queued_requests=settings.max_queued_requests,
-        graceful_shutdown_timeout_s=settings.drain_s,
-        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=max(HEALTH_PERIOD_S, settings.health_stale_s),
+        **engine_needs(ray_options, options, num_gpus=num_gpus),
         **_routing(settings.routing, engine.block_size),
-        **scale,
     ).bind(
         OpenModel(config=engine),
         {"log_level": settings.log_level, "stalled_after_s": settings.health_stale_s},
@@ -193,11 +170,43 @@ def make_application(ray_options: RayOptions, options: ServeOptions) -> Any:
         serve.ingress(take_app)(HttpSide),
         name="http",
         num_replicas=ray_options.http_replicas,
-        max_ongoing_requests=4 * (settings.max_queued_requests + most * ray_options.max_ongoing_requests),
+        # Everything that may run or wait, and health probes besides: limits are those of the engines.
+        max_ongoing_requests=4
+        * (settings.max_queued_requests + ray_options.bounds[1] * ray_options.max_ongoing_requests),
         graceful_shutdown_timeout_s=settings.drain_s,
         logging_config=quiet,
     )
     return http_side.bind(engines, options)
+
+
+def engine_needs(ray_options: RayOptions, options: ServeOptions, *, num_gpus: int) -> dict[str, Any]:
+    """How many engines, what each gets of a machine, and its limits, as options of a deployment."""
+    settings = options.server
+    least, most = ray_options.bounds
+    if least == most:
+        scale: dict[str, Any] = {"num_replicas": least}
+    else:
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": least,
+                "max_replicas": most,
+                "target_ongoing_requests": ray_options.target_ongoing_requests,
+            }
+        }
+    bundle = {"CPU": ray_options.cpus_per_replica} | ({"GPU": num_gpus} if num_gpus else {})
+    return {
+        **scale,
+        "ray_actor_options": {"num_cpus": ray_options.cpus_per_replica, "num_gpus": num_gpus},
+        # One bundle is never divided: all GPUs of a replica, and its processes, are on one machine.
+        "placement_group_bundles": [bundle],
+        "placement_group_strategy": "STRICT_PACK",
+        "max_ongoing_requests": ray_options.max_ongoing_requests,
+        "max_queued_requests": settings.max_queued_requests,
+        "graceful_shutdown_timeout_s": settings.drain_s,
+        "graceful_shutdown_wait_loop_s": DRAIN_LOOK_S,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": max(HEALTH_PERIOD_S, settings.health_stale_s),
+    }
 
 
 def require_ray() -> None:

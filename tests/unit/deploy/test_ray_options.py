@@ -8,6 +8,7 @@ import pytest
 
 from gapless.cli.main import main
 from gapless.deploy.ray_options import RayOptions, split_options
+from gapless.deploy.ray_serve import engine_needs
 from gapless.deploy.wire import FAULTS, Part, decode, encode, fault_of
 from gapless.env import Env
 from gapless.errors import ConfigError, RequestError
@@ -69,6 +70,31 @@ def test_flags_win_over_the_mapping():
         {"model_path": "a", "port": 1}, engine_flags={"model": "b"}, server_flags={"port": 2}
     )
     assert (options.engine.model, options.server.port) == ("b", 2)
+
+
+def test_a_range_scales_by_ongoing_requests_and_a_number_does_not():
+    args = {"model_path": "m", "replicas": "2..5", "target_ongoing_requests": 9, "drain_seconds": 7}
+    needs = engine_needs(*split_options(args), num_gpus=0)
+    assert needs["autoscaling_config"] == {
+        "min_replicas": 2,
+        "max_replicas": 5,
+        "target_ongoing_requests": 9,
+    }
+    assert "num_replicas" not in needs
+    assert needs["graceful_shutdown_timeout_s"] == 7
+    fixed = engine_needs(*split_options({**args, "replicas": 3}), num_gpus=0)
+    assert fixed["num_replicas"] == 3
+    assert "autoscaling_config" not in fixed
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "bundle"), [(0, {"CPU": 2.0}), (1, {"CPU": 2.0, "GPU": 1}), (4, {"CPU": 2.0, "GPU": 4})]
+)
+def test_all_gpus_of_a_replica_are_one_bundle_of_a_strictly_packed_group(num_gpus, bundle):
+    needs = engine_needs(*split_options({"model_path": "m", "cpus_per_replica": 2.0}), num_gpus=num_gpus)
+    assert needs["placement_group_bundles"] == [bundle]
+    assert needs["placement_group_strategy"] == "STRICT_PACK"
+    assert needs["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": num_gpus}
 
 
 @pytest.mark.parametrize("args", [{}, {"replicas": 2}])
