@@ -94,7 +94,14 @@ def _ray(engine: EngineOptions, cluster: ClusterOptions) -> None:
     ray.init(address=address, include_dashboard=False if address is None else None)
     settings = options.server
     serve.start(http_options={"host": settings.host, "port": settings.port})
-    serve.run(make_application(ray_options, options), name=ray_options.app_name, route_prefix="/")
+    try:
+        serve.run(make_application(ray_options, options), name=ray_options.app_name, route_prefix="/")
+    except RuntimeError as error:  # all that Serve says; the reason is a traceback within
+        if address is None:
+            serve.shutdown()
+            ray.shutdown()
+        print(f"gapless: {_reason(str(error))}; the log has more", file=sys.stderr)
+        raise typer.Exit(1) from None
     print(f"serving at http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
     if address is not None:
         print(f"it stays on the cluster; `serve delete {ray_options.app_name}` ends it", file=sys.stderr)
@@ -104,6 +111,13 @@ def _ray(engine: EngineOptions, cluster: ClusterOptions) -> None:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _reason(text: str) -> str:
+    """The line of a traceback that says what is wrong, if there is one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reasons = [line for line in lines if "Error: " in line]
+    return (reasons or lines or ["the application could not start"])[-1]
 
 
 def _wait_for_signal() -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ HEALTH_PERIOD_S = 5.0
 DRAIN_LOOK_S = 0.5
 """How often a draining replica looks whether it is done."""
 EXIT_ENGINE_DIED = 1
+START_ATTEMPTS = 2
 
 logger = logging.getLogger(__name__)
 _made_apps: list[Any] = []
@@ -160,6 +162,7 @@ def make_application(ray_options: RayOptions, options: ServeOptions) -> Any:
         EngineReplica,
         name="engine",
         logging_config=quiet,
+        **_few_attempts(serve.deployment),
         **engine_needs(ray_options, options, num_gpus=num_gpus),
         **_routing(settings.routing, engine.block_size),
     ).bind(
@@ -228,6 +231,12 @@ def _routing(routing: str, block_size: int) -> dict[str, Any]:
             request_router_class=ROUTER, request_router_kwargs={"block_size": block_size}
         )
     }
+
+
+def _few_attempts(deployment: Callable[..., Any]) -> dict[str, Any]:
+    """A wrong option stays wrong; Ray would try twenty times. Versions that lack the option do."""
+    name = "max_constructor_retry_count"
+    return {name: START_ATTEMPTS} if name in inspect.signature(deployment).parameters else {}
 
 
 def _num_gpus(device: str, tp: int) -> int:
