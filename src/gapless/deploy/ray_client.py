@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from gapless.deploy.wire import decode
 from gapless.serve.client import (
@@ -128,8 +128,9 @@ class RayClient:
                     yield deltas
                 is_over = True
                 return
-            except BackPressureError as error:
-                raise _busy(error) from None
+            except (BackPressureError, DeploymentUnavailableError) as error:
+                is_over = True
+                raise _refused(error) from None
             except (RayActorError, EngineDeadError) as error:
                 is_over = True
                 if has_begun or attempt == MAX_ATTEMPTS:
@@ -149,8 +150,8 @@ class RayClient:
             except asyncio.CancelledError:
                 answer.cancel()
                 raise
-            except BackPressureError as error:
-                raise _busy(error) from None
+            except (BackPressureError, DeploymentUnavailableError) as error:
+                raise _refused(error) from None
             except (RayActorError, EngineDeadError) as error:
                 if attempt == MAX_ATTEMPTS:
                     raise ReplicaLostError(f"the replica of this request has died: {error}") from None
@@ -184,7 +185,9 @@ class RayClient:
         return self._indices.setdefault(name, len(self._indices))
 
 
-def _busy(error: BackPressureError) -> EngineBusyError:
+def _refused(error: Exception) -> Exception:
+    if isinstance(error, DeploymentUnavailableError):
+        return EngineRestartingError("no replica could be started; Ray Serve goes on trying")
     return EngineBusyError(
         f"the server is busy: all replicas are full and the queue is too ({error}); try again later",
         retry_after_s=_BUSY_RETRY_S,
