@@ -29,7 +29,7 @@ from gapless.parallel.shard import Shard
 
 TIMEOUT_S = 600.0
 """A rank that is alive and does not come is given up after this; one that has died is seen at once."""
-_REASON_WAIT_S = 2.0
+_REASON_WAIT_S = 5.0
 """A collective that fails because its peer has gone waits so long for that peer's own words."""
 
 _handles = itertools.count(1)

@@ -23,6 +23,9 @@ from gapless.parallel.wire import RankWires, connection_of, inherited_pair, watc
 _END_S = 10.0
 """A rank that was told to end and has not done so by then is killed."""
 
+_REASON_WAIT_S = 5.0
+"""What a rank says of itself, or how its process has ended, is known by then."""
+
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from importlib import import_module; module, _, name = sys.argv[2].partition(':'); "
@@ -179,7 +182,7 @@ class Workers:
                 wire.lifeline.close()
 
     def _wait_for_reason(self, error: BaseException) -> None:
-        self._failed.wait(2.0)
+        self._failed.wait(_REASON_WAIT_S)
         self.check()
         raise RankError(f"a rank does not answer any more: {error}") from error
 
