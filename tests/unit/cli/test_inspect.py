@@ -113,6 +113,10 @@ def test_model_folder_is_read_without_weights(plan, inspect, tmp_path):
     flags = ("--model", str(tmp_path), "--device", "cuda", "--chunked-prefill-size", "8192")
     assert plan(*flags)["prefill"]["sizes"][-1] == 4096  # the cap of Llama 2
     assert "LlamaForCausalLM, 32 layers, 4096 positions" in inspect(*flags)[1]
+    assert inspect(*flags, "--tp", "8")[0] == 0
+    code, _, error = inspect(*flags, "--tp", "3")
+    assert code == 2
+    assert "--tensor-parallel-size=3 does not divide num_attention_heads=32" in error
 
 
 def test_config_file_counts_and_flags_win(plan, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from forked_ranks import OPTIONS, greedy, open_llm, tokens_of, write_model
 
 from gapless import LLM, SamplingParams
+from gapless.engine.verify import verify_engine
 from gapless.errors import ConfigError
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [7] * 16, [95, 94, 93]]
@@ -226,6 +229,12 @@ def test_the_same_graphs_in_the_same_order_on_all_ranks(two: LLM):
     assert keys(ours)
 
 
+def test_graphs_of_several_ranks_are_not_verified(two: LLM):
+    opened: Any = SimpleNamespace(runner=two.runner, loaded=SimpleNamespace(model=None))
+    with pytest.raises(ConfigError, match="on one rank only: give --tensor-parallel-size=1"):
+        verify_engine(opened)
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
@@ -257,6 +266,4 @@ def test_options_that_say_nothing_sensible_are_refused(options, message, source)
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:
-    from dataclasses import replace
-
     return replace(params, detokenize=False, ignore_eos=True)
