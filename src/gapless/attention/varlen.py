@@ -3,8 +3,8 @@
 Rows of several images (and frames, and windows) lie one behind the other; ``cu_seqlens`` says where segments
 begin. Boundaries are read on the device when the kernel runs, so one captured launch serves any of them;
 ``max_len`` is a host number, an upper bound. Invariants: rows outside all segments become zeros, whatever
-they held, and no such row is read by a real one; nothing of the output stays unwritten. ``S`` rows, ``N``
-segments, ``H`` heads, ``D`` head size. Backends take the arguments that encoders elsewhere give to theirs:
+they held, and no such row is read by a real one; nothing of the output stays unwritten; a segment that holds
+NaN or infinity spoils no other one. ``S`` rows, ``N`` segments, ``H`` heads, ``D`` head size. Backends take the arguments that encoders elsewhere give to theirs:
 ``[cu_seqlens, cu_seqlens_kk, max_len]`` or ``[cu_seqlens, max_len]``, where ``kk`` are the lengths.
 ``encoder_interface.py`` puts them into Transformers' towers.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gapless.errors import ConfigError
 
+_NAN = float("nan")
 _BLOCK = 128
 """Rows whose scores the reference holds at once."""
 
@@ -90,8 +91,15 @@ class TorchReferenceVarlen:
         row_S = torch.arange(num_rows, device=query_SHD.device, dtype=cu_seqlens.dtype)
         segment_S = torch.searchsorted(cu_seqlens, row_S, right=True)
         is_real_S = row_S < cu_seqlens[-1]
-        # A probability of zero times NaN is NaN: what padding holds must not be a value.
-        value_HSD = value_SHD.float().masked_fill(~is_real_S[:, None, None], 0.0).transpose(0, 1)
+        # A probability of zero times NaN is NaN: a value that is no number must not be in a product with rows
+        # of others. It becomes zero there, and all rows of its own segment become NaN in the end.
+        value_SHD = value_SHD.float()
+        is_number_SHD = value_SHD.isfinite()
+        value_HSD = value_SHD.masked_fill(~(is_number_SHD & is_real_S[:, None, None]), 0.0).transpose(0, 1)
+        is_broken_S = ~is_number_SHD.flatten(1).all(1)
+        num_broken_N = torch.zeros(len(cu_seqlens) + 1, dtype=torch.int32, device=query_SHD.device)
+        num_broken_N = num_broken_N.index_add(0, segment_S, is_broken_S.int())
+        is_broken_S = num_broken_N.index_select(0, segment_S) > 0
         query_HSD, key_HDS = query_SHD.float().transpose(0, 1), key_SHD.float().permute(1, 2, 0)
         for start in range(0, num_rows, _BLOCK):
             end = min(start + _BLOCK, num_rows)
@@ -101,7 +109,8 @@ class TorchReferenceVarlen:
             is_seen_QK = is_seen_QK & is_real_S[None, first:last]
             score_HQK = score_HQK.masked_fill(~is_seen_QK, float("-inf"))
             sum_HQD = score_HQK.softmax(-1) @ value_HSD[:, first:last]
-            result_QHD = sum_HQD.transpose(0, 1).masked_fill(~is_real_S[start:end, None, None], 0.0)
+            result_QHD = sum_HQD.transpose(0, 1).masked_fill(is_broken_S[start:end, None, None], _NAN)
+            result_QHD = result_QHD.masked_fill(~is_real_S[start:end, None, None], 0.0)
             out_SHD[start:end].copy_(result_QHD)
 
 

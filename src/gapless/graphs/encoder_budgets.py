@@ -94,26 +94,23 @@ def plan_packs(items: Sequence[Sizes], budgets: Sequence[Budget]) -> list[Pack]:
     """The cheapest way to run ``items`` in order; of equally cheap ways one with the fewest runs.
 
     ``budgets`` ascend. An item that no budget holds is a pack of its own without one, at no cost: it runs
-    eagerly whatever the others do.
+    eagerly whatever the others do. Fewer items never cost more, so of all packs that end at an item and share
+    a budget the longest is the best, and the time grows with the number of items, not with its square.
     """
+    longest = [_Longest(items, budget.sizes) for budget in budgets]
     # best[i]: cost, number of runs and last pack of the cheapest way to run the first i items.
     best: list[tuple[float, int, Pack | None]] = [(0.0, 0, None)]
     for end in range(1, len(items) + 1):
         found: tuple[float, int, Pack | None] | None = None
-        together = dict.fromkeys(items[0], 0)
-        for first in range(end - 1, -1, -1):
-            for name, count in items[first].items():
-                together[name] += count
-            budget = cheapest_budget(together, budgets)
-            if budget is None and first < end - 1:
-                break  # more items need even more
-            cost = best[first][0] + (budgets[budget].cost if budget is not None else 0.0)
-            way = (cost, best[first][1] + 1, Pack(first, end - first, budget))
-            if found is None or way[:2] < found[:2]:
-                found = way
-            if budget is None:
-                break
-        assert found is not None
+        for index, window in enumerate(longest):
+            first = window.first_of_pack(end)
+            if first == end:
+                continue
+            cost, num_runs = best[first][0] + budgets[index].cost, best[first][1] + 1
+            if found is None or (cost, num_runs) < found[:2]:
+                found = cost, num_runs, Pack(first, end - first, index)
+        if found is None:
+            found = best[end - 1][0], best[end - 1][1] + 1, Pack(end - 1, 1, None)
         best.append(found)
     packs: list[Pack] = []
     end = len(items)
@@ -139,6 +136,28 @@ def greedy_packs(items: Sequence[Sizes], limits: Sizes) -> list[Pack]:
         packs.append(Pack(first, count, None))
         first += count
     return packs
+
+
+class _Longest:
+    """The longest pack within ``limits`` that ends at each item, asked for in ascending order."""
+
+    def __init__(self, items: Sequence[Sizes], limits: Sizes) -> None:
+        self._items, self._limits = items, limits
+        self._first = self._end = 0
+        self._counts = dict.fromkeys(limits, 0)
+
+    def first_of_pack(self, end: int) -> int:
+        """Where the pack before ``end`` begins; ``end`` when not even the last item fits."""
+        items, counts = self._items, self._counts
+        while self._end < end:
+            for name, count in items[self._end].items():
+                counts[name] += count
+            self._end += 1
+        while self._first < end and not fits(counts, self._limits):
+            for name, count in items[self._first].items():
+                counts[name] -= count
+            self._first += 1
+        return self._first
 
 
 def _check_positive(value: int, what: str) -> None:

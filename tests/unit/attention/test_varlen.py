@@ -133,6 +133,24 @@ def test_the_kernel_equals_the_reference_on_random_segments(lens, num_pads) -> N
 
 
 @interpreted
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_segment_that_holds_no_numbers_spoils_no_other(name: str, broken: float) -> None:
+    """Images of different requests are packed together: one may overflow in half precision."""
+    lens = (20, 7, 40, 13)
+    query, key, value = make(90, lens)
+    expected = dense(query, key, value, lens, 0.3)
+    for tensor in (query, key, value):
+        tensor[20 + 3, 1] = broken  # one head of one row of the second segment
+    backend, out = BACKENDS[name](), torch.empty_like(query)
+    backend.attend(query, key, value, out, backend.arguments(segments_of(lens)), scale=0.3)
+    others = torch.ones(90, dtype=torch.bool)
+    others[20:27] = False
+    torch.testing.assert_close(out[others], expected[others], atol=3e-6, rtol=0)
+    assert not out[20:27, 1].isfinite().any()
+
+
+@interpreted
 def test_rows_of_any_stride_are_taken() -> None:
     """Values are a slice of the joint projection in Transformers' towers."""
     lens, num_rows = (20, 13), 40

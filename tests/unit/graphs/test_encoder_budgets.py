@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.errors import ConfigError
+from gapless.graphs import encoder_budgets
 from gapless.graphs.encoder_budgets import (
     Budget,
     budget_ladder,
@@ -157,6 +158,23 @@ def test_an_item_too_large_for_all_budgets_stands_alone_and_hinders_nobody() -> 
     items = [{"tokens": n, "segments": 1} for n in (8, 8, 400, 8, 8)]
     packs = plan_packs(items, [budget_of(16), budget_of(64)])
     assert [(pack.num_items, pack.budget) for pack in packs] == [(2, 0), (1, None), (2, 0)]
+
+
+def test_the_time_to_plan_grows_with_the_items_and_not_with_their_square(monkeypatch) -> None:
+    """A thousand thumbnails took seconds to plan, longer than each of them alone takes to run."""
+    num_looks = 0
+
+    def counting(own, limits) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return fits(own, limits)
+
+    monkeypatch.setattr(encoder_budgets, "fits", counting)
+    budgets = [budget_of(4 * 2**n) for n in range(8)]
+    items = [{"tokens": 4 * (1 + n % 3), "segments": 1} for n in range(600)]
+    packs = plan_packs(items, budgets)
+    assert sum(pack.num_items for pack in packs) == 600
+    assert num_looks <= 3 * len(items) * len(budgets)
 
 
 @few

@@ -110,6 +110,20 @@ def test_poisoned_padding_reaches_no_real_row(tower, mode) -> None:
         assert all(row.isfinite().all() for rows in got for row in rows)
 
 
+@pytest.mark.parametrize("mode", ["budget", "exact", "off"])
+def test_an_image_that_is_no_numbers_spoils_no_other_and_no_later_run(tower, mode) -> None:
+    """Images of several requests share a replay, and eager runs share one too."""
+    runner = runner_of(tower, mode, device=CPU)
+    items = [media(tower, grid, seed=20) for grid in ((1, 4, 4), (1, 2, 4), (2, 2, 4))]
+    clean = runner.run(items)
+    broken = media(tower, (1, 2, 4), seed=20)
+    broken.patches_PC[3, 5] = float("nan")
+    got = runner.run([items[0], broken, items[2]])
+    assert_equal([got[0], got[2]], [clean[0], clean[2]])
+    assert not any(row.isfinite().all() for row in got[1])
+    assert_equal(runner.run(items), clean)
+
+
 @pytest.mark.parametrize("mode", ["budget", "exact"])
 def test_results_are_the_callers_own_and_never_change(tower, mode, request) -> None:
     runner = request.getfixturevalue(mode)
