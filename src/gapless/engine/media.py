@@ -160,19 +160,13 @@ def find_spans(entries: Iterable[ScheduledSequence]) -> Iterator[Span]:
     """Where media rows lie in a step, in the order of its tokens."""
     row = 0
     for position, entry in enumerate(entries):
-        if entry.start < entry.sequence.request.media_end:
-            for item in entry.sequence.request.media:
-                yield from _spans_of(item, entry, position=position, row=row)
+        request = entry.sequence.request
+        if entry.start < request.media_end:
+            for span in request.media_within(entry.start, entry.end):
+                begin, end = max(span.start, entry.start), min(span.end, entry.end)
+                first = span.row + begin - span.start
+                yield Span(position, span.item, row + begin - entry.start, first, end - begin)
         row += entry.num_new_tokens
-
-
-def _spans_of(item: MediaItem, entry: ScheduledSequence, *, position: int, row: int) -> Iterator[Span]:
-    num_before = 0  # rows of the item before the range
-    for start, length in item.ranges:
-        begin, end = max(start, entry.start), min(start + length, entry.end)
-        if begin < end:
-            yield Span(position, item, row + begin - entry.start, num_before + begin - start, end - begin)
-        num_before += length
 
 
 def _end(item: MediaItem) -> int:

@@ -20,14 +20,10 @@ from gapless.engine.rope_inputs import positions_of
 def name_of_block(request: Request, start: int, end: int) -> bytes:
     """For the tokens ``start : end`` of a request with media; empty where the tokens alone say everything."""
     parts: list[bytes] = []
-    for item in request.media:
-        row = 0  # of the item, at the start of the range
-        for first, length in item.ranges:
-            begin, stop = max(first, start), min(first + length, end)
-            if begin < stop:
-                place = np.array((begin - start, stop - start, row + begin - first), dtype=np.int64)
-                parts.append(place.tobytes() + blake2b(item.content_hash, digest_size=32).digest())
-            row += length
+    for span in request.media_within(start, end):
+        begin, stop = max(span.start, start), min(span.end, end)
+        place = np.array((begin - start, stop - start, span.row + begin - span.start), dtype=np.int64)
+        parts.append(place.tobytes() + blake2b(span.item.content_hash, digest_size=32).digest())
     items = b"".join(parts)
     if request.rope_positions_3T is not None:
         positions_3N = positions_of(request, start, end)

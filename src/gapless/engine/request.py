@@ -11,8 +11,10 @@ so a result that was computed for an earlier life of the sequence can be told ap
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +30,15 @@ class SequenceState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class MediaSpan(NamedTuple):
+    """The prompt's tokens ``start : end`` are rows of ``item`` from number ``row`` on."""
+
+    start: int
+    end: int
+    row: int
+    item: MediaItem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +67,23 @@ class Request:
     """int32 position of every prompt token on three axes. None: its index on all of them."""
     rope_delta: int = 0
     """Token ``i`` behind the prompt has position ``i + rope_delta`` on all axes."""
+    media_spans: tuple[MediaSpan, ...] = field(init=False, compare=False)
+    """Where rows of media lie in the prompt, ascending."""
     media_end: int = field(init=False, compare=False)
     """Index behind the last placeholder; 0 without media."""
 
     def __post_init__(self) -> None:
-        ends = [start + length for item in self.media for start, length in item.ranges]
-        object.__setattr__(self, "media_end", max(ends, default=0))
+        spans = sorted(_spans_of(self.media), key=lambda span: span.start) if self.media else []
+        object.__setattr__(self, "media_spans", tuple(spans))
+        object.__setattr__(self, "media_end", spans[-1].end if spans else 0)
+
+    def media_within(self, start: int, end: int) -> Iterator[MediaSpan]:
+        """The spans of which some row lies among the tokens ``start : end``; a long video has hundreds."""
+        spans = self.media_spans
+        for index in range(bisect_right(spans, start, key=lambda span: span.end), len(spans)):
+            if spans[index].start >= end:
+                return
+            yield spans[index]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -153,6 +175,14 @@ def make_sequences(request: Request, *, base_seed: int) -> list[Sequence]:
         )
         for index in range(request.params.n)
     ]
+
+
+def _spans_of(items: Iterable[MediaItem]) -> Iterator[MediaSpan]:
+    for item in items:
+        row = 0
+        for start, length in item.ranges:
+            yield MediaSpan(start, start + length, row, item)
+            row += length
 
 
 def _make_matcher(request: Request) -> GrammarMatcher | None:
