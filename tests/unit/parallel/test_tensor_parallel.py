@@ -13,6 +13,8 @@ import torch
 from forked_ranks import OPTIONS, greedy, open_llm, tokens_of, write_model
 
 from gapless import LLM, SamplingParams
+from gapless.config import EngineConfig
+from gapless.engine import ranks
 from gapless.engine.verify import verify_engine
 from gapless.errors import ConfigError
 
@@ -65,10 +67,10 @@ def last_logits(llm: LLM, num_rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_logits_are_those_of_one_rank(case: str, tmp_path: Path):
-    ranks, changes, options = CASES[case]
+    num_ranks, changes, options = CASES[case]
     source = write_model(tmp_path, **changes)
     results = []
-    for size, chosen in ((1, {"enforce_eager": True}), (ranks, options)):
+    for size, chosen in ((1, {"enforce_eager": True}), (num_ranks, options)):
         with open_llm(source, size, **chosen) as llm:
             tokens_of(llm, PROMPTS, greedy(1))
             logits = last_logits(llm, len(PROMPTS))
@@ -229,6 +231,20 @@ def test_the_same_graphs_in_the_same_order_on_all_ranks(two: LLM):
     assert keys(ours)
 
 
+def test_each_rank_needs_a_gpu_of_its_own(source, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = EngineConfig(model=source, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="this machine has 1 GPUs that are visible"):
+        ranks._check(config, device_type="cuda", is_local=True)
+    ranks._check(config, device_type="cuda", is_local=False)  # torchrun may have spread them
+
+
+def test_models_that_take_images_are_refused(source, monkeypatch):
+    monkeypatch.setattr(ranks, "read_model_info", lambda *_, **__: SimpleNamespace(is_multimodal=True))
+    with pytest.raises(ConfigError, match="models that take images run on one GPU only"):
+        LLM(source, tensor_parallel_size=2, **OPTIONS)
+
+
 def test_graphs_of_several_ranks_are_not_verified(two: LLM):
     opened: Any = SimpleNamespace(runner=two.runner, loaded=SimpleNamespace(model=None))
     with pytest.raises(ConfigError, match="on one rank only: give --tensor-parallel-size=1"):
@@ -236,7 +252,7 @@ def test_graphs_of_several_ranks_are_not_verified(two: LLM):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes", "message"),
+    ("num_ranks", "changes", "message"),
     [
         (3, {}, "=3 does not divide num_attention_heads=4"),
         (8, {}, "=8 does not divide num_attention_heads=4"),
@@ -247,9 +263,9 @@ def test_graphs_of_several_ranks_are_not_verified(two: LLM):
         ),
     ],
 )
-def test_a_number_of_ranks_that_does_not_fit_is_refused(ranks, changes, message, tmp_path):
+def test_a_number_of_ranks_that_does_not_fit_is_refused(num_ranks, changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        LLM(write_model(tmp_path, **changes), tensor_parallel_size=ranks, **OPTIONS)
+        LLM(write_model(tmp_path, **changes), tensor_parallel_size=num_ranks, **OPTIONS)
 
 
 @pytest.mark.parametrize(
