@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from gapless.serve.messages import TokenLogprob
 from gapless.serve.responses import ChatLogprob, ChatLogprobs, TextLogprobs, TopLogprob
+from gapless.serve.text_offsets import AnswerOffsets
 from gapless.serve.token_bytes import TokenBytes
 
 LOWEST = -9999.0
@@ -21,31 +22,35 @@ def chat_logprobs(
     return ChatLogprobs(content=[_chat_logprob(candidates, num_top, token_bytes) for candidates in tokens])
 
 
-class TextLogprobBuilder:
-    """Of one choice; ``offset`` is where its next token begins in the text, an echoed prompt included."""
+def answer_logprobs(
+    tokens: Iterable[Sequence[TokenLogprob]], *, num_top: int, offsets: AnswerOffsets
+) -> TextLogprobs:
+    """``offsets``: of the choice whose next tokens these are."""
+    result = TextLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for candidates in tokens:
+        drawn = candidates[0]
+        result.text_offset.append(offsets.add(drawn.token_id, token_text(drawn)))
+        _add(result, candidates, num_top)
+    return result
 
-    def __init__(self, *, num_top: int, offset: int = 0) -> None:
-        self._num_top, self._offset = num_top, offset
 
-    def build(self, tokens: Iterable[Sequence[TokenLogprob] | None], texts: Iterable[str]) -> TextLogprobs:
-        """``texts``: of the tokens that have no candidates (the first of a prompt), in order."""
-        result = TextLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-        unknown = iter(texts)
-        for candidates in tokens:
-            text = token_text(candidates[0]) if candidates else next(unknown, "")
-            result.text_offset.append(self._offset)
-            result.tokens.append(text)
-            self._offset += len(text)
-            if not candidates:
-                result.token_logprobs.append(None)
-                result.top_logprobs.append(None)
-                continue
-            result.token_logprobs.append(_finite(candidates[0].logprob))
-            top: dict[str, float] = {}
-            for candidate in (*_top(candidates, self._num_top), candidates[0]):
-                top.setdefault(token_text(candidate), _finite(candidate.logprob))
-            result.top_logprobs.append(top)
-        return result
+def prompt_logprobs(
+    tokens: Sequence[Sequence[TokenLogprob] | None],
+    *,
+    num_top: int,
+    offsets: Sequence[int],
+    first_token: str,
+) -> TextLogprobs:
+    """``first_token``: the text of the one that has no candidates."""
+    result = TextLogprobs(text_offset=list(offsets), token_logprobs=[], tokens=[], top_logprobs=[])
+    for candidates in tokens:
+        if candidates:
+            _add(result, candidates, num_top)
+            continue
+        result.tokens.append(first_token)
+        result.token_logprobs.append(None)
+        result.top_logprobs.append(None)
+    return result
 
 
 def join(parts: Iterable[TextLogprobs]) -> TextLogprobs:
@@ -61,6 +66,16 @@ def join(parts: Iterable[TextLogprobs]) -> TextLogprobs:
 def token_text(candidate: TokenLogprob) -> str:
     """Without a tokenizer tokens have no text; the id names them."""
     return candidate.text if candidate.text is not None else f"token_id:{candidate.token_id}"
+
+
+def _add(result: TextLogprobs, candidates: Sequence[TokenLogprob], num_top: int) -> None:
+    drawn = candidates[0]
+    result.tokens.append(token_text(drawn))
+    result.token_logprobs.append(_finite(drawn.logprob))
+    top: dict[str, float] = {}
+    for candidate in (*_top(candidates, num_top), drawn):
+        top.setdefault(token_text(candidate), _finite(candidate.logprob))
+    result.top_logprobs.append(top)
 
 
 def _chat_logprob(candidates: Sequence[TokenLogprob], num_top: int, token_bytes: TokenBytes) -> ChatLogprob:

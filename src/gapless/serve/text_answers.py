@@ -7,7 +7,7 @@ together are those of the whole answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,23 +15,27 @@ from msgspec import UNSET
 
 from gapless.serve.answers import Collected, UsageCounter
 from gapless.serve.deltas import Deltas
-from gapless.serve.logprobs import TextLogprobBuilder, join
+from gapless.serve.logprobs import answer_logprobs, join, prompt_logprobs
 from gapless.serve.messages import Delta, TokenLogprob
 from gapless.serve.responses import TextChoice, TextCompletion, TextLogprobs, Usage
 from gapless.serve.sse import Events, event
+from gapless.serve.text_offsets import AnswerOffsets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Echo:
-    """A prompt to send back: its text, and the text of its first token, which has no candidates."""
+    """A prompt to send back: its text, where its tokens begin in it if that was asked for, and the text of
+    the first one, which has no candidates."""
 
     text: str = ""
     first_token: str = ""
+    offsets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFormat:
-    """``echoes``: per prompt, empty without echo. ``drops_text``: the request asked for the echo alone."""
+    """``echoes``: per prompt, empty without echo. ``drops_text``: the request asked for the echo alone.
+    ``offsets_after``: of the tokens of an answer to prompt p behind an echo of that length."""
 
     id: str
     created: int
@@ -39,15 +43,16 @@ class TextFormat:
     n: int
     num_top: int | None
     echoes: Sequence[Echo]
+    offsets_after: Callable[[int, int], AnswerOffsets]
     drops_text: bool = False
 
     def completion(self, collected: Collected) -> TextCompletion:
         choices = []
         for position, of_prompt in enumerate(collected.choices):
-            prompt_logprobs = collected.prompt_logprobs.get(position)
+            echoed = collected.prompt_logprobs.get(position)
             for index, choice in enumerate(of_prompt):
                 writer = _Choice(self, position, index)
-                text, logprobs = writer.begin(prompt_logprobs)
+                text, logprobs = writer.begin(echoed)
                 more, more_logprobs = writer.go_on(choice.text, choice.logprobs)
                 choices.append(
                     writer.choice(
@@ -72,7 +77,7 @@ async def text_events(
 ) -> Events:
     """Raises what ``deltas`` raises."""
     choices = [[_Choice(format, p, i) for i in range(format.n)] for p in range(num_prompts)]
-    prompt_logprobs: dict[int, list[list[TokenLogprob] | None]] = {}
+    echoed: dict[int, list[list[TokenLogprob] | None]] = {}
     no_usage = None if includes_usage else UNSET
 
     def completion(choice: TextChoice) -> TextCompletion:
@@ -86,8 +91,8 @@ async def text_events(
             for delta in items:
                 usage.add(position, delta)
                 if delta.prompt_logprobs is not None:
-                    prompt_logprobs[position] = delta.prompt_logprobs
-                chunk = choices[position][delta.index].chunk(delta, prompt_logprobs.get(position))
+                    echoed[position] = delta.prompt_logprobs
+                chunk = choices[position][delta.index].chunk(delta, echoed.get(position))
                 if chunk is not None:
                     events.append(event(completion(chunk)))
             if events:
@@ -108,34 +113,42 @@ class _Choice:
         self._format = format
         self._echo = format.echoes[position] if format.echoes else None
         self._number = position * format.n + index
-        self._logprobs = None if format.num_top is None else TextLogprobBuilder(num_top=format.num_top)
+        self._num_top = format.num_top
+        self._offsets: AnswerOffsets | None = None
+        if self._num_top is not None:
+            self._offsets = format.offsets_after(position, len(self._echo.text) if self._echo else 0)
         self._has_begun = False
 
     def begin(
-        self, prompt_logprobs: Sequence[Sequence[TokenLogprob] | None] | None
+        self, of_prompt: Sequence[Sequence[TokenLogprob] | None] | None
     ) -> tuple[str, TextLogprobs | None]:
         """The echo."""
         self._has_begun = True
         if self._echo is None:
             return "", None
-        if self._logprobs is None or prompt_logprobs is None:
+        if self._num_top is None or of_prompt is None:
             return self._echo.text, None
-        return self._echo.text, self._logprobs.build(prompt_logprobs, [self._echo.first_token])
+        return self._echo.text, prompt_logprobs(
+            of_prompt,
+            num_top=self._num_top,
+            offsets=self._echo.offsets,
+            first_token=self._echo.first_token,
+        )
 
     def go_on(
         self, text: str, logprobs: Sequence[Sequence[TokenLogprob]] | None
     ) -> tuple[str, TextLogprobs | None]:
         if self._format.drops_text:
             return "", None
-        if self._logprobs is None or not logprobs:
+        if self._num_top is None or self._offsets is None or not logprobs:
             return text, None
-        return text, self._logprobs.build(logprobs, [])
+        return text, answer_logprobs(logprobs, num_top=self._num_top, offsets=self._offsets)
 
     def chunk(
-        self, delta: Delta, prompt_logprobs: Sequence[Sequence[TokenLogprob] | None] | None
+        self, delta: Delta, of_prompt: Sequence[Sequence[TokenLogprob] | None] | None
     ) -> TextChoice | None:
         """None when there is nothing to say."""
-        echo, echo_logprobs = ("", None) if self._has_begun else self.begin(prompt_logprobs)
+        echo, echo_logprobs = ("", None) if self._has_begun else self.begin(of_prompt)
         text, logprobs = self.go_on(delta.text, delta.logprobs)
         if not (echo or text or echo_logprobs or logprobs) and delta.finish_reason is None:
             return None
@@ -152,7 +165,7 @@ class _Choice:
         stop_reason: str | int | None,
     ) -> TextChoice:
         known = [part for part in logprobs if part is not None]
-        is_asked = self._logprobs is not None
+        is_asked = self._num_top is not None
         drops_end = self._format.drops_text and finish_reason is not None
         return TextChoice(
             index=self._number,

@@ -18,6 +18,7 @@ from gapless.serve.routes.replies import json_reply
 from gapless.serve.sampling import completion_params, grammar_of
 from gapless.serve.sse import open_stream
 from gapless.serve.text_answers import Echo, TextFormat, text_events
+from gapless.serve.text_offsets import AnswerOffsets, prompt_offsets
 
 MAX_CHOICES = 4096
 """Prompts times ``n`` of one request: more would fill any queue by itself."""
@@ -54,6 +55,12 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             n=n,
             num_top=request.logprobs,
             echoes=_echoes(context, request, prompts) if request.echo else (),
+            offsets_after=lambda position, start: AnswerOffsets(
+                context.tokenizer,
+                prompts[position],
+                skip_special_tokens=params.get("skip_special_tokens", True),
+                start=start,
+            ),
             drops_text=request.max_tokens == 0,
         )
         grammar = grammar_of(request)
@@ -91,5 +98,10 @@ def _echoes(context: ServeContext, request: CompletionRequest, prompts: list[lis
     for prompt, token_ids in zip(request.prompt, prompts, strict=True):
         first = decode(token_ids[:1], skip_special_tokens=False) if decode else f"token_id:{token_ids[0]}"
         text = prompt if isinstance(prompt, str) else decode(prompt) if decode else ""
-        echoes.append(Echo(text=text, first_token=first))
+        offsets: list[int] = []
+        if request.logprobs is not None:
+            offsets = prompt_offsets(
+                context.tokenizer, token_ids, text, is_given_as_text=isinstance(prompt, str)
+            )
+        echoes.append(Echo(text=text, first_token=first, offsets=offsets))
     return echoes
