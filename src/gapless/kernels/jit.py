@@ -112,6 +112,7 @@ def rotate_heads_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -119,7 +120,8 @@ def rotate_heads_kernel(
     slot.
 
     The two halves of a head are two tiles, because a rotation pairs element i with element i + F. Without a
-    cache the rotated keys follow the queries in ``rotated``, and values are left where they are.
+    cache the rotated keys follow the queries in ``rotated``, and values are left where they are. Without
+    positions a kernel of this step has made the table, a row per token: it is read behind the wait.
     """
     token = tl.program_id(0).to(tl.int64)
     head_G = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
@@ -128,10 +130,13 @@ def rotate_heads_kernel(
     is_rotated = (head_G < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_element = (head_G < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim
 
-    position = tl.load(positions_T + token).to(tl.int64)
+    position = token
+    if HAS_POSITIONS:
+        position = tl.load(positions_T + token).to(tl.int64)
     angle = rope_P2F + position * (2 * HALF) + dim_F
-    cosine = tl.load(angle, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(angle + HALF, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
+    if HAS_POSITIONS:
+        cosine = tl.load(angle, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
+        sine = tl.load(angle + HALF, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
     if HAS_NORM:
         weight = norm_weight_GD + head_G[:, None] * (2 * HALF) + dim_F[None, :]
         has_weight = is_rotated & is_dim
@@ -144,6 +149,9 @@ def rotate_heads_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
+    if not HAS_POSITIONS:
+        cosine = tl.load(angle, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
+        sine = tl.load(angle + HALF, mask=dim_F < HALF, other=0.0).to(tl.float32)[None, :]
     source = qkv_TC + token * qkv_stride_t + head_G[:, None] * (2 * HALF) + dim_F[None, :]
     first_raw = tl.load(source, mask=is_element, other=0.0)
     second_raw = tl.load(source + HALF, mask=is_element, other=0.0)

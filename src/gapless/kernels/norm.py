@@ -111,14 +111,14 @@ def _rows_like(hidden_TE: Tensor) -> Tensor:
 
 @functools.cache
 def _constants(size: int, dtype: torch.dtype, device: torch.device, **own: bool) -> Constants:
+    return Constants(**norm_shape(size, dtype), **own, **launch_options(device))
+
+
+def norm_shape(size: int, dtype: torch.dtype) -> Constants:
+    """Constants of a kernel that norms rows of ``size`` elements. Raises ``ConfigError`` for rows too
+    long."""
     size_pad = _size_pad(size)
-    return Constants(
-        SIZE=size,
-        SIZE_PAD=size_pad,
-        num_warps=_num_warps(size_pad, dtype.itemsize),
-        **own,
-        **launch_options(device),
-    )
+    return Constants(SIZE=size, SIZE_PAD=size_pad, num_warps=_num_warps(size_pad, dtype.itemsize))
 
 
 def _size_pad(size: int) -> int:

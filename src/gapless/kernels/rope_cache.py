@@ -3,7 +3,8 @@
 ``rotate_into_cache`` reads slots and positions from device memory when it runs, so one captured launch serves
 every batch of its bucket; pad tokens carry a slot of the sink block. ``rotate_heads`` leaves the cache
 alone, for code that is traced: there the attention operator owns the cache. Both read cosines and sines from
-the rotary table by position. ``T`` tokens, ``C`` columns of merged q/k/v heads, ``H`` query heads, ``K``
+the rotary table by position; without positions row ``t`` of the table is token ``t``'s, and the table may
+have been made by the step itself. ``T`` tokens, ``C`` columns of merged q/k/v heads, ``H`` query heads, ``K``
 key/value heads, ``G`` = H + K, ``D`` head size, ``F`` = D / 2, ``P`` positions.
 """
 
@@ -28,7 +29,7 @@ def _fake_into_cache(
     norm_weight_GD: Tensor | None,
     eps: float,
     rope_P2F: Tensor,
-    positions_T: Tensor,
+    positions_T: Tensor | None,
     slot_mapping_T: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -43,7 +44,7 @@ def rotate_into_cache(
     norm_weight_GD: Tensor | None,
     eps: float,
     rope_P2F: Tensor,
-    positions_T: Tensor,
+    positions_T: Tensor | None,
     slot_mapping_T: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -77,7 +78,7 @@ def _fake_rotate(
     norm_weight_GD: Tensor | None,
     eps: float,
     rope_P2F: Tensor,
-    positions_T: Tensor,
+    positions_T: Tensor | None,
     num_kv_heads: int,
 ) -> Tensor:
     head_size = 2 * rope_P2F.shape[2]
@@ -91,7 +92,7 @@ def rotate_heads(
     norm_weight_GD: Tensor | None,
     eps: float,
     rope_P2F: Tensor,
-    positions_T: Tensor,
+    positions_T: Tensor | None,
     num_kv_heads: int,
 ) -> Tensor:
     """``[T, (H + 2K) * D] -> [T, H + K, D]``: normed and rotated queries and keys."""
@@ -115,7 +116,7 @@ def _launch(
     norm_weight_GD: Tensor | None,
     eps: float,
     rope_P2F: Tensor,
-    positions_T: Tensor,
+    positions_T: Tensor | None,
     rotated_TGD: Tensor,
     *,
     num_heads: int,
@@ -127,13 +128,13 @@ def _launch(
         return
     assert rope_P2F.is_contiguous()
     # Without a cache any pointer will do: the kernel never looks at it.
-    slot_mapping_T, k_cache, v_cache = cache or (positions_T, rotated_TGD, rotated_TGD)
+    slot_mapping_T, k_cache, v_cache = cache or (rope_P2F, rotated_TGD, rotated_TGD)
     num_launched = num_heads + (2 if cache is not None else 1) * num_kv_heads
     args = (
         qkv_TC,
         qkv_TC if norm_weight_GD is None else norm_weight_GD,
         rope_P2F,
-        positions_T,
+        rope_P2F if positions_T is None else positions_T,
         slot_mapping_T,
         rotated_TGD,
         k_cache,
@@ -150,6 +151,7 @@ def _launch(
         half,
         k_cache.shape[1],
         norm_weight_GD is not None,
+        positions_T is not None,
         cache is not None,
         qkv_TC.device,
     )
@@ -165,6 +167,7 @@ def _constants(
     half: int,
     block_size: int,
     has_norm: bool,
+    has_positions: bool,
     has_cache: bool,
     device: torch.device,
 ) -> Constants:
@@ -178,6 +181,7 @@ def _constants(
         BLOCK_SIZE=block_size,
         TILE_HEADS=tile_heads,
         HAS_NORM=has_norm,
+        HAS_POSITIONS=has_positions,
         HAS_CACHE=has_cache,
         num_warps=min(max(tile_heads * half_pad // 256, 1), 8),
         **launch_options(device),

@@ -50,11 +50,21 @@ class CausalModel(Protocol):
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """``[T] int32/int64 -> [T, E]``."""
 
-    def layers(self, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None) -> Tensor:
+    def embed_with_media(self, input_ids_T: Tensor, media_TE: Tensor, is_media_T: Tensor) -> Tensor:
+        """``merge_media(embed(ids), media, is_media)``."""
+
+    def layers(
+        self,
+        hidden_TE: Tensor,
+        positions: Tensor,
+        deepstack_LTE: Tensor | None = None,
+        is_media_T: Tensor | None = None,
+    ) -> Tensor:
         """The layer stack and the final norm: ``[T, E], [T] int32/int64 -> [T, E]``.
 
         With ``info.rope_axes`` of 3 positions are ``[3, T]``, or ``[T]`` where all axes agree (text).
-        ``deepstack_LTE``: added behind each of the first ``L`` layers; zeros where a row is no media.
+        ``deepstack_LTE``: added behind each of the first ``L`` layers to rows with ``is_media``, or to all
+        where that is None.
         """
 
     def merge_media(self, hidden_TE: Tensor, media_TE: Tensor, is_media_T: Tensor) -> Tensor:

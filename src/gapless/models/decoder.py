@@ -24,6 +24,7 @@ from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
 from gapless.models.fused import (
     activated,
+    fused_embed_media,
     fused_hidden_states,
     fused_layers,
     fused_linear,
@@ -114,14 +115,24 @@ class Decoder(nn.Module):
         partial_TE = F.embedding(torch.where(is_held_T, row_T, 0), self.embedding)
         return all_reduce(torch.where(is_held_T.unsqueeze(1), partial_TE, 0), self.shard)
 
-    def layers(self, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None) -> Tensor:
+    def layers(
+        self,
+        hidden_TE: Tensor,
+        positions: Tensor,
+        deepstack_LTE: Tensor | None = None,
+        is_media_T: Tensor | None = None,
+    ) -> Tensor:
         """The layer stack and the final norm: ``[T, E], [T] -> [T, E]``.
 
-        Positions of an m-rope model are ``[3, T]``, or ``[T]`` where all axes agree. ``deepstack_LTE`` (zeros
-        where a row is no media) is added behind each of the first ``L`` layers; None adds nothing.
+        Positions of an m-rope model are ``[3, T]``, or ``[T]`` where all axes agree. ``deepstack_LTE`` is
+        added behind each of the first ``L`` layers, to rows with ``is_media`` (bool or 0/1; what lies in
+        others does not matter) or, without that, to all; None adds nothing.
         """
         if self.has_fused_kernels:
-            return fused_layers(self, hidden_TE, positions, deepstack_LTE)
+            return fused_layers(self, hidden_TE, positions, deepstack_LTE, is_media_T)
+        if deepstack_LTE is not None and is_media_T is not None:
+            # Chosen, not multiplied: what lies in a stale row may be NaN, and NaN times zero is NaN.
+            deepstack_LTE = torch.where(is_media_T.bool().unsqueeze(1), deepstack_LTE, 0.0)
         cos_T1F, sin_T1F = self.rope_rows(positions).split(1, dim=1)
         num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
         for index, block in enumerate(self.blocks):
@@ -129,6 +140,12 @@ class Decoder(nn.Module):
             if deepstack_LTE is not None and index < num_deepstack:
                 hidden_TE = hidden_TE + deepstack_LTE[index]
         return self.final_norm(hidden_TE)
+
+    def embed_with_media(self, input_ids_T: Tensor, media_TE: Tensor, is_media_T: Tensor) -> Tensor:
+        """``merge_media(embed(ids), media, is_media)``."""
+        if self.has_fused_kernels and self.shard.is_whole:
+            return fused_embed_media(input_ids_T, self.embedding, media_TE, is_media_T)
+        return self.merge_media(self.embed(input_ids_T), media_TE, is_media_T)
 
     def rope_rows(self, positions: Tensor) -> Tensor:
         """``[T, 2, F]``: cosines (0) and sines (1) of each token."""

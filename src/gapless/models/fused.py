@@ -18,7 +18,7 @@ from torch import Tensor
 from gapless.env import read_env
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.ops import direct
-from gapless.kernels import activation, linear, norm, rope_cache
+from gapless.kernels import activation, linear, media, mrope, norm, rope_cache
 from gapless.kernels.linear import Matrices, compile_products
 from gapless.parallel.collectives import all_reduce
 
@@ -31,6 +31,9 @@ fused_silu_mul = direct(activation.fused_silu_mul)
 small_linear, gate_up_silu = direct(linear.small_linear), direct(linear.gate_up_silu)
 fused_rms_norm, fused_add_rms_norm = direct(norm.fused_rms_norm), direct(norm.fused_add_rms_norm)
 fused_embed_rms_norm = direct(norm.fused_embed_rms_norm)
+fused_embed_media = direct(media.embed_media)
+fused_add_media_rms_norm = direct(media.fused_add_media_rms_norm)
+axis_rows = direct(mrope.axis_rows)
 rotate_heads, rotate_into_cache = direct(rope_cache.rotate_heads), direct(rope_cache.rotate_into_cache)
 
 
@@ -46,12 +49,16 @@ def prepare_products(model: Decoder) -> None:
 
 
 def fused_layers(
-    model: Decoder, hidden_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None = None
+    model: Decoder,
+    hidden_TE: Tensor,
+    positions: Tensor,
+    deepstack_LTE: Tensor | None = None,
+    is_media_T: Tensor | None = None,
 ) -> Tensor:
     """The layer stack and the final norm: ``[T, E], [T] or [3, T] -> [T, E]``."""
-    norm = model.blocks[0].attention_norm
+    rope, norm = _rope_table(model, positions), model.blocks[0].attention_norm
     normed_TE = fused_rms_norm(hidden_TE, norm.weight, norm.eps)
-    return _run_layers(model, hidden_TE, normed_TE, positions, deepstack_LTE)
+    return _run_layers(model, hidden_TE, normed_TE, rope, deepstack_LTE, is_media_T)
 
 
 def fused_hidden_states(
@@ -62,11 +69,11 @@ def fused_hidden_states(
     if not model.shard.is_whole:  # a sum over ranks lies between embedding and norm
         drawn_T = drawn_R.index_select(0, drawn_rows_T)
         return fused_layers(model, model.embed(torch.maximum(input_ids_T, drawn_T)), positions)
-    norm = model.blocks[0].attention_norm
+    rope, norm = _rope_table(model, positions), model.blocks[0].attention_norm
     hidden_TE, normed_TE = fused_embed_rms_norm(
         input_ids_T, drawn_rows_T, drawn_R, model.embedding, norm.weight, norm.eps
     )
-    return _run_layers(model, hidden_TE, normed_TE, positions, None)
+    return _run_layers(model, hidden_TE, normed_TE, rope)
 
 
 def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
@@ -95,34 +102,42 @@ def _matrices(linears: Sequence[Linear], *, is_gated: bool = False) -> Matrices:
 
 
 def _run_layers(
-    model: Decoder, residual_TE: Tensor, normed_TE: Tensor, positions: Tensor, deepstack_LTE: Tensor | None
+    model: Decoder,
+    residual_TE: Tensor,
+    normed_TE: Tensor,
+    rope: tuple[Tensor, Tensor | None],
+    deepstack_LTE: Tensor | None = None,
+    is_media_T: Tensor | None = None,
 ) -> Tensor:
-    rope_P2F, positions_T = _rope_table(model, positions)
     num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
     for index, (block, norm_after) in enumerate(zip(model.blocks, norms_after, strict=True)):
-        attended_THD = _attention(block.attention, normed_TE, rope_P2F, positions_T)
+        attended_THD = _attention(block.attention, normed_TE, *rope)
         update_TE = all_reduce(fused_linear(block.attention.out, attended_THD.flatten(1)), model.shard)
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
         update_TE = all_reduce(block.mlp.fused(normed_TE), model.shard)
         if deepstack_LTE is not None and index < num_deepstack:
-            update_TE = update_TE + deepstack_LTE[index]
-        residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
+            residual_TE, normed_TE = fused_add_media_rms_norm(
+                update_TE, residual_TE, deepstack_LTE[index], is_media_T, norm_after.weight, norm_after.eps
+            )
+        else:
+            residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
     return normed_TE
 
 
-def _rope_table(model: Decoder, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _rope_table(model: Decoder, positions: Tensor) -> tuple[Tensor, Tensor | None]:
     """The rotary table of a step and each token's row in it: the model's table by position, or for m-rope
-    the step's own, whose rows are the tokens."""
+    the step's own, whose rows are the tokens (None). Its kernel lets no other one start early, so it comes
+    first of all."""
     if model.angles is None:
         assert model.rope_P2F is not None
         return model.rope_P2F, positions
-    rows_T2F = model.angles(positions)
-    return rows_T2F, torch.arange(rows_T2F.shape[0], dtype=torch.int32, device=rows_T2F.device)
+    angles = model.angles
+    return axis_rows(positions, angles.frequencies_F, angles.axes_F, angles.factor, angles.dtype), None
 
 
 def _attention(
-    attention: DecoderAttention, hidden_TE: Tensor, rope_P2F: Tensor, positions_T: Tensor
+    attention: DecoderAttention, hidden_TE: Tensor, rope_P2F: Tensor, positions_T: Tensor | None
 ) -> Tensor:
     qkv_TC, norm = fused_linear(attention.qkv, hidden_TE), attention.head_norm
     weight_HD, eps = (None, 0.0) if norm is None else (norm.weight_HD, norm.eps)

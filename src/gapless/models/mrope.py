@@ -4,8 +4,8 @@ Every frequency of a head belongs to one of the axes and turns with the token's 
 same position on all three, which makes it ordinary rotary embedding. A head is not split for it: the cosines
 and sines of a step are made once, one row per token, and everything behind reads them as if token ``t`` sat
 at position ``t`` of a rotary table. Positions of media may exceed the number of tokens before them (a video
-with few frames), so angles are computed and no table limits them. ``T`` tokens, ``F`` frequencies. Read
-``rope.py`` for the frequencies.
+with few frames), so angles are computed and no table limits them. On a GPU ``kernels/mrope.py`` makes the
+rows; this forward is its oracle. ``T`` tokens, ``F`` frequencies. Read ``rope.py`` for the frequencies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AxisAngles(torch.nn.Module):
     def __init__(self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         assert config.axis_sections is not None
-        self._dtype, self._factor = dtype, config.attention_factor
+        self.dtype, self.factor = dtype, config.attention_factor
         axes_F = frequency_axes(config.axis_sections, layout=config.axis_layout)
         self.frequencies_F: Tensor
         self.axes_F: Tensor
@@ -43,9 +43,9 @@ class AxisAngles(torch.nn.Module):
         else:
             angles_TF = positions.index_select(0, self.axes_F).float().t() * self.frequencies_F
         rows_T2F = torch.stack((angles_TF.cos(), angles_TF.sin()), dim=1)
-        if self._factor != 1.0:
-            rows_T2F = rows_T2F * self._factor
-        return rows_T2F.to(self._dtype)
+        if self.factor != 1.0:
+            rows_T2F = rows_T2F * self.factor
+        return rows_T2F.to(self.dtype)
 
 
 def frequency_axes(sections: tuple[int, int, int], *, layout: AxisLayout) -> list[int]:

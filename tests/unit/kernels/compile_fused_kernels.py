@@ -15,7 +15,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gapless.kernels import activation, head, jit, norm, penalty, penalty_jit, rope_cache, sample, sample_jit
+from gapless.kernels import (
+    activation,
+    head,
+    jit,
+    media,
+    media_jit,
+    mrope,
+    norm,
+    penalty,
+    penalty_jit,
+    rope_cache,
+    sample,
+    sample_jit,
+)
 from kernel_oracles import make_rope, poisoned_caches
 
 TYPE_NAMES = {
@@ -25,6 +38,7 @@ TYPE_NAMES = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.bool: "*i1",
 }
 
 
@@ -95,6 +109,8 @@ def compile_launch(
         "waits": "griddepcontrol.wait" in ptx,
         "stores_before_wait": before_wait.count("st.global"),
         "loads_before_wait": before_wait.count("ld.global"),
+        "has_positions": constants.get("HAS_POSITIONS", True),
+        "approximate_angles": ptx.count("cos.approx") + ptx.count("sin.approx"),
     }
 
 
@@ -107,10 +123,13 @@ def main() -> None:
         sample: sample_jit,
         penalty: penalty_jit,
     }
+    for module in (media, mrope):
+        module._kernels = lambda: CompilingKernels(media_jit)  # type: ignore[attr-defined]
     for module, source in sources.items():
         kernels = CompilingKernels(source)
         module.kernels = lambda kernels=kernels: kernels  # type: ignore[attr-defined]
         module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    media.launch_options = norm.launch_options
     for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 64)):
         for size in (576,) if num_tokens == 1 else (4096,):
             hidden, weight = torch.zeros(num_tokens, size, dtype=dtype), torch.zeros(size, dtype=dtype)
@@ -118,6 +137,9 @@ def main() -> None:
             norm.fused_add_rms_norm(hidden, hidden, weight, 1e-5)
             ids, drawn = torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
             norm.fused_embed_rms_norm(ids, ids, drawn, hidden, weight, 1e-5)
+            is_media = ids if num_tokens == 1 else ids.bool()
+            media.embed_media(ids, hidden, hidden, is_media)
+            media.fused_add_media_rms_norm(hidden, hidden, hidden, is_media, weight, 1e-5)
             activation.fused_silu_mul(torch.zeros(num_tokens, 2 * size, dtype=dtype))
         for num_heads, num_kv_heads, head_size in ((9, 3, 64), (16, 8, 128)):
             columns = (num_heads + 2 * num_kv_heads) * head_size
@@ -128,6 +150,9 @@ def main() -> None:
             caches = poisoned_caches(2, 16, num_kv_heads, head_size, dtype=dtype)
             rope_cache.rotate_into_cache(qkv, weight, 1e-6, rope, index, index, *caches)
             rope_cache.rotate_heads(qkv, None, 1e-6, rope, index, num_kv_heads)
+            positions, frequencies = index.expand(3, -1).contiguous(), torch.rand(head_size // 2)
+            mrope.axis_rows(positions, frequencies, index[:1].expand(head_size // 2), 1.0, dtype)
+            rope_cache.rotate_heads(qkv, None, 1e-6, rope, None, num_kv_heads)
         raw = torch.zeros(num_tokens, 151936, dtype=dtype)
         tokens = torch.zeros(num_tokens, dtype=torch.int64)
         head.finish_greedy(raw, raw.float(), tokens, -1)

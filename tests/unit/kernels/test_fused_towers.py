@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoder_cases import CONFIGS, assert_close, assert_equal, media, of_transformers, runner_of, tiny_tower
+from encoder_cases import (
+    CONFIGS,
+    assert_close,
+    assert_equal,
+    fill,
+    media,
+    of_transformers,
+    runner_of,
+    tiny_tower,
+)
 from gapless.graphs.device import get_device
+from gapless.models.vision.fused import feed_forward, padded_width
 from gapless.models.vision.tower import VisionTower, make_tower
 
 CPU = get_device("cpu")
@@ -62,6 +72,43 @@ def test_merged_projections_are_filled_through_the_checkpoints_names() -> None:
     item = media(plain, (1, 4, 4))
     with runner_of(tower, "off", device=CPU) as runner:
         assert_close(runner.run([item]), [of_transformers(plain, item)])
+
+
+@pytest.mark.parametrize("width", [44, 66, 130])
+def test_an_odd_width_is_padded_with_zeros_that_change_nothing(width: int) -> None:
+    config = {**CONFIGS["qwen2_5_vl"], "intermediate_size": width}
+    towers = []
+    for is_fused in (True, False):
+        tower = make_tower(
+            "qwen2_5_vl", config, dtype=torch.float32, device=CPU.torch_device, is_fused=is_fused
+        )
+        fill(tower)  # through the names of the checkpoint
+        towers.append(tower)
+    fused, plain = towers
+    mlp, oracle = fused.module.blocks[0].mlp, plain.module.blocks[0].mlp  # type: ignore[union-attr, index]
+    padded = padded_width(width)
+    assert padded % 64 == 0
+    assert mlp.gate_up_weight.shape == (2 * padded, 32)
+    assert mlp.down_weight.shape == (32, padded)
+    for half, name in enumerate(("gate_proj", "up_proj")):
+        rows = mlp.gate_up_weight[half * padded : (half + 1) * padded]
+        assert torch.equal(rows[:width], getattr(oracle, name).weight)
+        assert not rows[width:].any()
+        assert not mlp.gate_up_bias[half * padded + width : (half + 1) * padded].any()
+    assert torch.equal(mlp.down_weight[:, :width], oracle.down_proj.weight)
+    assert not mlp.down_weight[:, width:].any()
+    hidden = torch.randn(5, 32)
+    torch.testing.assert_close(feed_forward(mlp, hidden), oracle(hidden), atol=1e-5, rtol=1e-5)
+    items = [media(fused, grid) for grid in GRIDS]
+    with runner_of(fused, "off", device=CPU) as runner:
+        assert_close(runner.run(items), [of_transformers(plain, item) for item in items])
+
+
+@pytest.mark.parametrize(
+    ("width", "padded"), [(8, 8), (48, 48), (4304, 4304), (3420, 3456), (1, 64), (65, 128)]
+)
+def test_only_widths_that_cannot_be_read_in_16_bytes_are_padded(width: int, padded: int) -> None:
+    assert padded_width(width) == padded
 
 
 def test_an_activation_without_a_kernel_keeps_its_own_mlp() -> None:

@@ -21,7 +21,10 @@ from gapless.kernels import sample
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.head import finish_greedy
 from gapless.kernels.linear import gate_up_silu, small_linear
-from gapless.kernels.moe import combine_experts, expert_down, expert_gate_up, route_tokens
+from gapless.kernels.media import embed_media, fused_add_media_rms_norm
+from gapless.kernels.moe import expert_down, expert_gate_up, route_tokens
+from gapless.kernels.moe_sum import combine_add_rms_norm, combine_experts
+from gapless.kernels.mrope import axis_rows, write_axis_rows
 from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused_rms_norm
 from gapless.kernels.positions import add_interpolated
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
@@ -112,6 +115,28 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
             torch.zeros(t, 24),
         ),
     ),
+    "axis_rows": (
+        axis_rows,
+        lambda rows, t: (
+            count(3 * t).view(3, t), torch.rand(8), torch.tensor([0, 1, 2, 0, 0, 0, 0, 0], dtype=torch.int32),
+            1.5, torch.bfloat16,
+        ),
+    ),
+    "write_axis_rows": (
+        write_axis_rows,
+        lambda rows, t: (
+            count(2 * t).view(t, 2).t(), torch.rand(4), count(4) % 2, 1.0, torch.zeros(t, 2, 4),
+        ),
+    ),
+    "embed_media": (embed_media, lambda rows, t: (count(t), torch.randn(9, 24), rows(t, 24), count(t) % 2)),
+    "fused_add_media_rms_norm": (
+        fused_add_media_rms_norm,
+        lambda rows, t: (rows(t, 24), rows(t, 24), rows(t, 24), count(t) % 2, torch.randn(24), 1e-5),
+    ),
+    "fused_add_media_rms_norm everywhere": (
+        fused_add_media_rms_norm,
+        lambda rows, t: (rows(t, 24), rows(t, 24), rows(t, 24), None, torch.randn(24), 1e-5),
+    ),
     "finish_greedy": (finish_greedy, lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), -1)),
     "draw_tokens": (
         draw_tokens,
@@ -127,6 +152,10 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
             qkv(rows, t), torch.randn(HEADS + KV_HEADS, HEAD_SIZE), 1e-5, torch.randn(9, 2, 8), count(t),
             KV_HEADS,
         ),
+    ),
+    "rotate_heads by a table of the step": (
+        rotate_heads,
+        lambda rows, t: (qkv(rows, t), None, 0.0, torch.randn(t, 2, 8), None, KV_HEADS),
     ),
     "rotate_into_cache": (
         rotate_into_cache,

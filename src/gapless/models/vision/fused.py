@@ -2,10 +2,11 @@
 
 Transformers' own modules stay the oracle and keep the parameters. What they do between two matrix products in
 a dozen kernels of float32 (rotation of queries and keys, RMS norms, the gated activation) is one kernel each
-here. The rotation reads cosines and sines by row from the tower's workspace, so it is the decoder's kernel
-with rows for positions. Two projections that read the same rows become one product: their weights are moved
-next to each other, and the modules keep views. ``P`` patches, ``H`` hidden size, ``C`` columns of merged
-q/k/v heads, ``G`` heads of queries and keys, ``D`` head size, ``F`` = D / 2, ``I`` columns of an MLP.
+here. The rotation reads a row of cosines and sines per patch from the tower's workspace, so it is the
+decoder's kernel, and so is what fills that. Two projections that read the same rows become one product: their
+weights are moved next to each other, and the modules keep views. ``P`` patches, ``H`` hidden size, ``C``
+columns of merged q/k/v heads, ``G`` heads of queries and keys, ``D`` head size, ``F`` = D / 2, ``I`` columns
+of an MLP, with padding.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from torch.nn.functional import linear
 
 from gapless.attention.varlen import Segments, VarlenBackend
 from gapless.graphs.ops import direct
-from gapless.kernels import activation, norm, positions, rope_cache
+from gapless.kernels import activation, mrope, norm, positions, rope_cache
 
 fused_silu_mul = direct(activation.fused_silu_mul)
 fused_rms_norm, fused_add_rms_norm = direct(norm.fused_rms_norm), direct(norm.fused_add_rms_norm)
 rotate_heads = direct(rope_cache.rotate_heads)
 fused_add_interpolated = direct(positions.add_interpolated)
+write_axis_rows = direct(mrope.write_axis_rows)
+
+
+_WIDTH_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,26 +38,64 @@ class BlockInputs:
 
     table_P2F: Tensor
     """Cosines and sines of every patch."""
-    row_P: Tensor
-    """0, 1, 2, ...: the table's rows."""
     workspace_PHD: Tensor
     backend: VarlenBackend
 
 
+class PatchAngles:
+    """Fills the table: the first half of the frequencies turns with a patch's row, the second with its
+    column."""
+
+    def __init__(self, rotary: Any) -> None:
+        """``rotary``: the module of Transformers that does the same."""
+        frequencies: Tensor = rotary.inv_freq.float()
+        axis = torch.zeros(len(frequencies), dtype=torch.int32, device=frequencies.device)
+        self._frequencies_F = torch.cat([frequencies, frequencies])
+        self._axes_F = torch.cat([axis, axis + 1])
+        self._factor = float(rotary.attention_scaling)
+
+    def write(self, positions_P2: Tensor, table_P2F: Tensor) -> None:
+        write_axis_rows(positions_P2.t(), self._frequencies_F, self._axes_F, self._factor, table_P2F)
+
+
 def merge_gated(module: nn.Module) -> None:
     """Put the two input projections of every gated MLP side by side in memory, biases too: once, before
-    weights are filled in. For MLPs whose activation is SiLU; others stay as they are."""
+    weights are filled in. For MLPs whose activation is SiLU; others stay as they are.
+
+    A width that no tile of a matrix product fits (Qwen2.5-VL: 3420) is padded with rows and columns of zeros:
+    they add nothing, and every row of the weights starts where it can be read 16 bytes at a time.
+    """
+    mlp: Any
     for mlp in module.modules():
         if not (hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj")):
             continue
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        width = gate.weight.shape[0]
+        padded = padded_width(width)
         for name in ("weight", "bias"):
-            parts = [getattr(projection, name) for projection in (mlp.gate_proj, mlp.up_proj)]
+            parts = [getattr(projection, name) for projection in (gate, up)]
             merged = None
             if parts[0] is not None:
-                merged = torch.cat([part.data for part in parts])
-                half = len(merged) // 2
-                parts[0].data, parts[1].data = merged[:half], merged[half:]
+                merged = parts[0].data.new_zeros((2 * padded, *parts[0].shape[1:]))
+                for start, part in zip((0, padded), parts, strict=True):
+                    _move_into(part, merged[start : start + width])
             mlp.register_buffer(f"gate_up_{name}", merged, persistent=False)
+        down_weight = down.weight.data
+        if padded != width:
+            down_weight = down_weight.new_zeros((down_weight.shape[0], padded))
+            _move_into(down.weight, down_weight[:, :width])
+        mlp.register_buffer("down_weight", down_weight, persistent=False)
+
+
+def padded_width(width: int) -> int:
+    """``width``, or the next multiple of 64 if it is none of 8: the elements of half precision in 16 bytes,
+    without which products run on slow kernels."""
+    return width if width % 8 == 0 else -(-width // _WIDTH_STEP) * _WIDTH_STEP
+
+
+def _move_into(parameter: nn.Parameter, memory: Tensor) -> None:
+    memory.copy_(parameter.data)
+    parameter.data = memory
 
 
 def fused_block(block: Any, hidden_PH: Tensor, inputs: BlockInputs, segments: Segments) -> Tensor:
@@ -60,7 +103,7 @@ def fused_block(block: Any, hidden_PH: Tensor, inputs: BlockInputs, segments: Se
     attention = block.attn
     num_heads = attention.num_heads
     qkv_PC = linear(_norm(block.norm1, hidden_PH), attention.qkv.weight, attention.qkv.bias)
-    rotated_PGD = rotate_heads(qkv_PC, None, 0.0, inputs.table_P2F, inputs.row_P, num_heads)
+    rotated_PGD = rotate_heads(qkv_PC, None, 0.0, inputs.table_P2F, None, num_heads)
     value_PHD = qkv_PC.unflatten(1, (-1, attention.head_dim))[:, 2 * num_heads :]
     inputs.backend.attend(
         rotated_PGD[:, :num_heads],
@@ -72,7 +115,7 @@ def fused_block(block: Any, hidden_PH: Tensor, inputs: BlockInputs, segments: Se
     )
     update_PH = linear(inputs.workspace_PHD.flatten(1), attention.proj.weight, attention.proj.bias)
     hidden_PH, normed_PH = _add_and_norm(update_PH, hidden_PH, block.norm2)
-    return hidden_PH + _feed_forward(block.mlp, normed_PH)
+    return hidden_PH + feed_forward(block.mlp, normed_PH)
 
 
 def _norm(module: nn.Module, hidden_PH: Tensor) -> Tensor:
@@ -88,8 +131,9 @@ def _add_and_norm(update_PH: Tensor, hidden_PH: Tensor, module: nn.Module) -> tu
     return fused_add_rms_norm(update_PH, hidden_PH, module.weight, module.variance_epsilon)
 
 
-def _feed_forward(mlp: Any, normed_PH: Tensor) -> Tensor:
+def feed_forward(mlp: Any, normed_PH: Tensor) -> Tensor:
+    """``mlp(normed)``, where ``merge_gated`` has been at work on fused kernels."""
     if not hasattr(mlp, "gate_up_weight"):
         return mlp(normed_PH)
     gate_up_PI = linear(normed_PH, mlp.gate_up_weight, mlp.gate_up_bias)
-    return mlp.down_proj(fused_silu_mul(gate_up_PI))
+    return linear(fused_silu_mul(gate_up_PI), mlp.down_weight, mlp.down_proj.bias)

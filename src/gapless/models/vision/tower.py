@@ -28,7 +28,7 @@ from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
-from gapless.models.vision.fused import BlockInputs, fused_block, merge_gated
+from gapless.models.vision.fused import BlockInputs, PatchAngles, fused_block, merge_gated
 from gapless.models.vision.grids import Grid, GridArrays, GridCache, check_grid, cumulative, joined
 from gapless.multimodal.items import MediaItem
 
@@ -60,6 +60,7 @@ class VisionTower:
         self.is_fused = has_fused_kernels(device) if placement.is_fused is None else placement.is_fused
         if self.is_fused and config.hidden_act in ("silu", "swish"):
             merge_gated(self.module)
+        self.angles = PatchAngles(module.rotary_pos_emb) if self.is_fused else None
         self.merge_size: int = config.spatial_merge_size
         self.granule: int = self.merge_size**2
         self.hidden_size: int = config.out_hidden_size
@@ -186,19 +187,15 @@ class VisionTower:
     def block_runner(self, run: EncoderRun, hidden_PH: Tensor) -> Callable[[Any, Tensor, Segments], Tensor]:
         """How this run calls a block: ``(block, hidden, segments) -> hidden``. Cosines and sines of every
         patch are in the static workspace from then on."""
-        module: Any = self.module
-        table = run["sin_cos_ws"]
-        cos_PD, sin_PD = module.rotary_pos_emb(hidden_PH, run["position_ids"])
-        width = table.shape[2]  # both halves of a head have the same angles: kernels read one
-        table[:, 0].copy_(cos_PD[:, :width])
-        table[:, 1].copy_(sin_PD[:, :width])
-        workspace_PHD = run["block_ws"]
-        if self.is_fused:
-            row_P = torch.arange(len(hidden_PH), dtype=torch.int32, device=hidden_PH.device)
-            inputs = BlockInputs(
-                table_P2F=table, row_P=row_P, workspace_PHD=workspace_PHD, backend=self.backend
-            )
+        table, workspace_PHD = run["sin_cos_ws"], run["block_ws"]
+        if self.angles is not None:
+            self.angles.write(run["position_ids"], table)
+            inputs = BlockInputs(table_P2F=table, workspace_PHD=workspace_PHD, backend=self.backend)
             return lambda block, hidden, segments: fused_block(block, hidden, inputs, segments)
+        module: Any = self.module
+        cos_PD, sin_PD = module.rotary_pos_emb(hidden_PH, run["position_ids"])
+        table[:, 0].copy_(cos_PD)
+        table[:, 1].copy_(sin_PD)
         return lambda block, hidden, segments: block(
             hidden,
             cu_seqlens=segments.cu_seqlens,
@@ -243,6 +240,7 @@ class VisionTower:
     def _workspaces(self) -> tuple[Workspace, ...]:
         """``sin_cos_ws`` has room for ``max_content_len`` patches, like everything here: nothing grows."""
         heads = (self.config.num_heads, self.head_size)
+        # Both halves of a head have the same angles: kernels read one.
         width = self.head_size // 2 if self.is_fused else self.head_size
         return (
             Workspace(name="block_input", dims=("tokens", self.config.hidden_size), dtype=self.dtype),
