@@ -7,10 +7,12 @@ through two replicas, kills one process in the middle, and counts: a request tha
 end whole. The model is random; its size is chosen so that a step takes milliseconds, as on a GPU. With
 ``--step-ms`` engines compute nothing and wait so long in each step, as for a GPU: what two are worth then
 depends on this program alone, also where other work takes the cores. On CUDA (``--device cuda``) each replica
-gets GPUs of its own and ``--model`` may be any folder.
+gets GPUs of its own and ``--model`` may be any folder. With ``--ray`` (on a CPU) both sides are deployments
+on a Ray cluster of this machine.
 
     python benchmarks/replicas.py --output replicas.json
     python benchmarks/replicas.py --step-ms 10 --output replicas_waiting.json
+    python benchmarks/replicas.py --step-ms 10 --ray --output ray_waiting.json
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from engine_process_fakes import OpenFake
 from gapless.bench.meta import describe_run
 from gapless.bench.stats import spread
 from gapless.config import EngineConfig
-from gapless.serve.client import ManagedClient, ReplicaLostError
+from gapless.serve.client import EngineClient, ManagedClient, ReplicaLostError
 from gapless.serve.engine_process import EngineOpener, OpenModel
 from gapless.serve.messages import GenerateRequest
 from gapless.serve.placement import place_replicas
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.model is None:
             (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
             options.model = folder
-        result = asyncio.run(_run(options))
+        result = _run_on_ray(options) if options.ray else asyncio.run(_run(options))
     result = {"benchmark": "replicas", "meta": describe_run(argv), **result}
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -79,20 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(options: argparse.Namespace) -> dict[str, Any]:
-    config = EngineConfig(
-        model=options.model,
-        load_format="dummy",
-        device=options.device,
-        max_running_requests=options.batch,
-        kv_cache_tokens=options.batch * 512,
-    )
-    places = place_replicas(2, gpus_each=config.tensor_parallel_size, device=options.device)
-    if options.device == "cpu":
-        places = [{"OMP_NUM_THREADS": "1"}] * 2
+    opener = _opener(options)
+    places = [{"OMP_NUM_THREADS": "1"}] * 2
+    if options.device == "cuda":
+        places = place_replicas(2, device="cuda")
     async with AsyncExitStack() as stack:
-        opener: EngineOpener = OpenModel(config=config)
-        if options.step_ms:
-            opener = OpenFake(max_num_reqs=options.batch, step_s=options.step_ms / 1e3)
         one: ManagedClient = ProcessClient(opener, log_level="error", environment=places[0])
         two: ManagedClient = ReplicaSet(
             opener,
@@ -114,8 +107,67 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
             await one.start()
             single = await _rounds(one, options)
             rates = [{"one": a, "two": b} for a, b in zip(single, pair, strict=True)]
+    return _result(rates, killed, options)
+
+
+def _run_on_ray(options: argparse.Namespace) -> dict[str, Any]:
+    import ray
+    from ray import serve
+
+    from gapless.deploy.ray_client import RayClient
+    from gapless.deploy.ray_options import RayOptions
+    from gapless.deploy.ray_serve import engine_deployment
+    from gapless.serve.settings import ServerSettings
+
+    async def run(handles: list[Any]) -> dict[str, Any]:
+        one, two = (RayClient(handle) for handle in handles)
+        for client in (one, two):
+            await client.start()
+        rates = await _rates_in_turns(one, two, options)
+        killed = await _kill_one(two, options)
+        return _result(rates, killed, options)
+
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        runtime_env={"env_vars": variables},
+    )
+    try:
+        handles = []
+        for num_replicas in (1, 2):
+            needs = RayOptions(replicas=str(num_replicas), cpus_per_replica=0.5)
+            engines = engine_deployment(
+                _opener(options), needs, ServerSettings(log_level="error"), num_gpus=0
+            )
+            handles.append(serve.run(engines, name=f"of_{num_replicas}", route_prefix=None))
+        return asyncio.run(run(handles))
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _opener(options: argparse.Namespace) -> EngineOpener:
+    if options.step_ms:
+        return OpenFake(max_num_reqs=options.batch, step_s=options.step_ms / 1e3)
+    config = EngineConfig(
+        model=options.model,
+        load_format="dummy",
+        device=options.device,
+        max_running_requests=options.batch,
+        kv_cache_tokens=options.batch * 512,
+    )
+    return OpenModel(config=config)
+
+
+def _result(
+    rates: Sequence[dict[str, float]], killed: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
     ratios = [each["two"] / each["one"] for each in rates]
     return {
+        "through": "ray" if options.ray else "processes",
         "engine": f"waits {options.step_ms} ms per step" if options.step_ms else "model",
         "num_cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 2),
@@ -127,7 +179,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _rates_in_turns(
-    one: ManagedClient, two: ManagedClient, options: argparse.Namespace
+    one: EngineClient, two: EngineClient, options: argparse.Namespace
 ) -> list[dict[str, float]]:
     """The first round is not counted."""
     rounds = []
@@ -136,11 +188,11 @@ async def _rates_in_turns(
     return rounds[1:]
 
 
-async def _rounds(client: ManagedClient, options: argparse.Namespace) -> list[float]:
+async def _rounds(client: EngineClient, options: argparse.Namespace) -> list[float]:
     return [await _rate(client, options) for _ in range(options.rounds + 1)][1:]
 
 
-async def _rate(client: ManagedClient, options: argparse.Namespace) -> float:
+async def _rate(client: EngineClient, options: argparse.Namespace) -> float:
     """Tokens a second, with as many requests as two full batches, so that both sides do the same work."""
     start = time.perf_counter()
     answers = await asyncio.gather(
@@ -149,14 +201,14 @@ async def _rate(client: ManagedClient, options: argparse.Namespace) -> float:
     return sum(answers) / (time.perf_counter() - start)
 
 
-async def _tokens(client: ManagedClient, number: int, num_tokens: int, *, stream: bool) -> int:
+async def _tokens(client: EngineClient, number: int, num_tokens: int, *, stream: bool) -> int:
     count = 0
     async for deltas in client.generate(_request(number, num_tokens, stream=stream)):
         count += sum(len(delta.token_ids) for delta in deltas)
     return count
 
 
-async def _kill_one(client: ManagedClient, options: argparse.Namespace) -> dict[str, Any]:
+async def _kill_one(client: EngineClient, options: argparse.Namespace) -> dict[str, Any]:
     """Three requests per place, so that two thirds have not begun when the process dies."""
     num_requests = 6 * options.batch
     begun: set[int] = set()
@@ -183,7 +235,9 @@ async def _kill_one(client: ManagedClient, options: argparse.Namespace) -> dict[
     num_begun = len(begun)
     os.kill(pid, signal.SIGKILL)
     await asyncio.gather(*tasks)
-    retried = sum(view.num_routed.get("retry", 0) for view in client.replicas())
+    retried = None  # Ray does not count them
+    if not options.ray:
+        retried = sum(view.num_routed.get("retry", 0) for view in client.replicas())
     return {"requests": num_requests, "begun_at_the_kill": num_begun, "sent_again": retried, **outcome}
 
 
@@ -201,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", help="a folder with a config.json; else a small random model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ray", action="store_true", help="as deployments on a local Ray cluster")
     parser.add_argument("--step-ms", type=float, default=0.0, help="engines that only wait so long")
     parser.add_argument("--batch", type=int, default=8, help="sequences that run at once in an engine")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")

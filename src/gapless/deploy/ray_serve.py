@@ -29,6 +29,7 @@ from gapless.serve.engine_process import EngineOpener, OpenModel
 from gapless.serve.messages import EmbedRequest, GenerateRequest
 from gapless.serve.options import ServeOptions
 from gapless.serve.process_client import ProcessClient
+from gapless.serve.settings import ServerSettings
 
 ROUTER = "gapless.deploy.ray_router.PrefixAwareRouter"
 HEALTH_PERIOD_S = 5.0
@@ -36,6 +37,8 @@ DRAIN_LOOK_S = 0.5
 """How often a draining replica looks whether it is done."""
 EXIT_ENGINE_DIED = 1
 START_ATTEMPTS = 2
+QUIET = {"enable_access_log": False}
+"""For Ray: the application writes its own access log."""
 
 logger = logging.getLogger(__name__)
 _made_apps: list[Any] = []
@@ -153,21 +156,11 @@ def make_application(ray_options: RayOptions, options: ServeOptions) -> Any:
     from ray import serve
 
     settings, engine = options.server, options.engine
-    tp = engine.tensor_parallel_size
     num_gpus = ray_options.gpus_per_replica
     if num_gpus is None:
-        num_gpus = _num_gpus(engine.device, tp)
-    quiet = {"enable_access_log": False}  # the application writes its own
-    engines = serve.deployment(
-        EngineReplica,
-        name="engine",
-        logging_config=quiet,
-        **_few_attempts(serve.deployment),
-        **engine_needs(ray_options, options, num_gpus=num_gpus),
-        **_routing(settings.routing, engine.block_size),
-    ).bind(
-        OpenModel(config=engine),
-        {"log_level": settings.log_level, "stalled_after_s": settings.health_stale_s},
+        num_gpus = _num_gpus(engine.device, engine.tensor_parallel_size)
+    engines = engine_deployment(
+        OpenModel(config=engine), ray_options, settings, num_gpus=num_gpus, block_size=engine.block_size
     )
     http_side = serve.deployment(
         serve.ingress(take_app)(HttpSide),
@@ -177,14 +170,37 @@ def make_application(ray_options: RayOptions, options: ServeOptions) -> Any:
         max_ongoing_requests=4
         * (settings.max_queued_requests + ray_options.bounds[1] * ray_options.max_ongoing_requests),
         graceful_shutdown_timeout_s=settings.drain_s,
-        logging_config=quiet,
+        logging_config=QUIET,
     )
     return http_side.bind(engines, options)
 
 
-def engine_needs(ray_options: RayOptions, options: ServeOptions, *, num_gpus: int) -> dict[str, Any]:
+def engine_deployment(
+    open_engine: EngineOpener,
+    ray_options: RayOptions,
+    settings: ServerSettings,
+    *,
+    num_gpus: int,
+    block_size: int = 16,
+) -> Any:
+    """The engines alone, bound; what has a handle on them may be a ``RayClient``."""
+    from ray import serve
+
+    deployment = serve.deployment(
+        EngineReplica,
+        name="engine",
+        logging_config=QUIET,
+        **_few_attempts(serve.deployment),
+        **engine_needs(ray_options, settings, num_gpus=num_gpus),
+        **_routing(settings.routing, block_size),
+    )
+    return deployment.bind(
+        open_engine, {"log_level": settings.log_level, "stalled_after_s": settings.health_stale_s}
+    )
+
+
+def engine_needs(ray_options: RayOptions, settings: ServerSettings, *, num_gpus: int) -> dict[str, Any]:
     """How many engines, what each gets of a machine, and its limits, as options of a deployment."""
-    settings = options.server
     least, most = ray_options.bounds
     if least == most:
         scale: dict[str, Any] = {"num_replicas": least}

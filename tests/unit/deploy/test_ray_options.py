@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -72,9 +73,14 @@ def test_flags_win_over_the_mapping():
     assert (options.engine.model, options.server.port) == ("b", 2)
 
 
+def needs_of(args: dict[str, Any], *, num_gpus: int = 0) -> dict[str, Any]:
+    ours, options = split_options(args)
+    return engine_needs(ours, options.server, num_gpus=num_gpus)
+
+
 def test_a_range_scales_by_ongoing_requests_and_a_number_does_not():
     args = {"model_path": "m", "replicas": "2..5", "target_ongoing_requests": 9, "drain_seconds": 7}
-    needs = engine_needs(*split_options(args), num_gpus=0)
+    needs = needs_of(args)
     assert needs["autoscaling_config"] == {
         "min_replicas": 2,
         "max_replicas": 5,
@@ -82,7 +88,7 @@ def test_a_range_scales_by_ongoing_requests_and_a_number_does_not():
     }
     assert "num_replicas" not in needs
     assert needs["graceful_shutdown_timeout_s"] == 7
-    fixed = engine_needs(*split_options({**args, "replicas": 3}), num_gpus=0)
+    fixed = needs_of({**args, "replicas": 3})
     assert fixed["num_replicas"] == 3
     assert "autoscaling_config" not in fixed
 
@@ -91,7 +97,7 @@ def test_a_range_scales_by_ongoing_requests_and_a_number_does_not():
     ("num_gpus", "bundle"), [(0, {"CPU": 2.0}), (1, {"CPU": 2.0, "GPU": 1}), (4, {"CPU": 2.0, "GPU": 4})]
 )
 def test_all_gpus_of_a_replica_are_one_bundle_of_a_strictly_packed_group(num_gpus, bundle):
-    needs = engine_needs(*split_options({"model_path": "m", "cpus_per_replica": 2.0}), num_gpus=num_gpus)
+    needs = needs_of({"model_path": "m", "cpus_per_replica": 2.0}, num_gpus=num_gpus)
     assert needs["placement_group_bundles"] == [bundle]
     assert needs["placement_group_strategy"] == "STRICT_PACK"
     assert needs["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": num_gpus}

@@ -64,7 +64,7 @@ def busy(router: PrefixAwareRouter, which: Any, num_requests: int) -> None:
 def test_a_prompt_follows_its_prefix(router, kind):
     router.on_request_routed(asked(7, kind=kind), B.replica_id, None)
     assert choose(router, asked(7, kind=kind))[0] == B
-    assert {choose(router, asked(8))[0], choose(router, asked(7, salt=b"x"))[0]} == {A}
+    assert {choose(router, asked(8))[0], choose(router, asked(7, salt=b"x"))[0]} == {A, C}
 
 
 def test_a_busy_holder_is_passed_over_and_the_rest_come_by_load(router):
@@ -94,11 +94,37 @@ def test_a_dead_replica_is_forgotten(router):
 def test_prompts_are_named_once_however_often_ray_asks(router):
     pending = asked(3)
     choose(router, pending)
-    names = router._prefixes[id(pending)]
+    _, names = router._chosen[id(pending)]
     choose(router, pending)
-    assert router._prefixes[id(pending)] is names
+    assert router._chosen[id(pending)][1] is names
     router.on_request_routed(pending, A.replica_id, None)
-    assert not router._prefixes
+    assert not router._chosen
+
+
+def test_a_burst_is_spread_before_ray_has_counted_any_of_it(router):
+    burst = [asked(100 + number) for number in range(9)]
+    firsts = [choose(router, pending)[0] for pending in burst]
+    assert {each.replica_id.unique_id: firsts.count(each) for each in (A, B, C)} == {"a": 3, "b": 3, "c": 3}
+    assert choose(router, burst[0])[0] in (A, B, C)
+    assert len(router._chosen) == 9
+
+
+def test_what_was_sent_from_here_and_is_not_over_counts_whatever_ray_knows(router):
+    for _ in range(3):
+        router.on_send_request(A.replica_id)
+    busy(router, A, 0)
+    busy(router, B, 1)
+    assert choose(router, None) == [C, B, A]
+    for _ in range(5):  # more than were sent: some requests were sent before this router was
+        router.on_request_completed(A.replica_id, "r")
+    busy(router, C, 2)
+    assert choose(router, None)[0] == A
+    assert not +router._sent
+
+
+def test_requests_get_the_replica_that_was_chosen_for_them():
+    """A mixin of Ray's would hand replicas out in order of arrival."""
+    assert "FIFOMixin" not in {base.__name__ for base in PrefixAwareRouter.__mro__}
 
 
 def test_calls_that_carry_no_prompt_go_to_the_least_busy(router):

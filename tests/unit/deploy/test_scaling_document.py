@@ -48,10 +48,13 @@ def test_simulated_numbers_are_those_of_the_result(row):
     ) in TEXT
 
 
-def test_measured_numbers_are_those_of_the_result():
-    result = json.loads((RESULTS / "replicas_waiting.json").read_text())
-    assert f"two bring {result['ratio']['median']:.2f} times" in TEXT
-    assert f"of {result['killed']['requests']} requests none is lost" in TEXT
+@pytest.mark.parametrize(
+    ("name", "words"), [("replicas_waiting", "two bring"), ("ray_waiting", "as Ray Serve deployments")]
+)
+def test_measured_numbers_are_those_of_the_result(name, words):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert f"{words} {result['ratio']['median']:.2f} times" in TEXT
+    assert f"of {result['killed']['requests']} requests, none that had" in TEXT
     assert result["killed"]["lost_before_streaming"] == 0
 
 
