@@ -4,8 +4,9 @@ Every input names its dimensions (symbolic or fixed), its dtype and the value it
 padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
 earlier batch left. *Host* inputs of one bucket lie next to each other in one buffer, so a step stages them
 with a single copy from pinned memory (a ring, guarded by events, never overwritten before it was read).
-*Device* inputs (activations made on the device) have a buffer each and are copied there. Views are made once
-per bucket; addresses never change. Read ``runner.py`` next.
+*Device* inputs (activations made on the device) have a buffer each and are copied there; so have large ones
+that come from the host (``from_host``: pixels), through pinned memory of their own. Views are made once per
+bucket; addresses never change. Read ``runner.py`` next.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch import Tensor
 
 from gapless.errors import GraphError
 from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.device.upload import HostRows, UploadRing
 
 _ALIGNMENT = 256
 """Bytes; keeps every view aligned for vectorised loads."""
 _RING_SLOTS = 4
+
+Value = np.ndarray | Tensor | HostRows
 
 _NUMPY_DTYPES = {
     torch.int32: np.int32,
@@ -43,7 +47,8 @@ class InputField:
     ``dims``: an ``int``, a symbol, ``"symbol+k"`` or ``"m*symbol+k"`` per dimension. ``pad`` fills whatever
     the batch does not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` holds other
     legal pad values that verification uses to prove that pad rows cannot influence real ones. ``on_device``
-    inputs are tensors copied on the device. ``by_column`` is for a table that is much wider than most batches
+    inputs are tensors copied on the device, or ``HostRows`` where the input is also ``from_host``.
+    ``by_column`` is for a table that is much wider than most batches
     need: it is stored column by column, and only columns with values are staged (the others hold the pad, 0).
     """
 
@@ -53,6 +58,7 @@ class InputField:
     pad: int | float | Literal["last"] = 0
     poison: int | float | tuple[int | float, ...] | None = None
     on_device: bool = False
+    from_host: bool = False
     by_column: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -107,6 +113,11 @@ class StaticInputs:
             if f.on_device
         }
         self._ring = _StagingRing(self._packed)
+        self._uploads = {
+            f.name: UploadRing(self._device_buffers[f.name])
+            for f in self._device_fields
+            if f.from_host and torch_device.type == "cuda"
+        }
         _check_table(self._host_fields)
         self._staged_bytes = 0
         """With a table by columns: end of what the last load staged; everything behind it is 0."""
@@ -131,7 +142,7 @@ class StaticInputs:
         """Let go of the views made so far (their memory stays): when the graphs that read them are gone."""
         self._views.clear()
 
-    def load(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
+    def load(self, views: InputViews, values: Mapping[str, Value]) -> None:
         """Write a batch into ``views``: real values first, declared padding after them, one copy to the
         device.
 
@@ -149,6 +160,7 @@ class StaticInputs:
         for field, target in zip(self._host_fields, targets, strict=True):
             value = values[field.name]
             if not isinstance(value, np.ndarray):
+                assert isinstance(value, Tensor), f"input {field.name!r} takes an array"
                 value = np.asarray(value)
             if field.by_column:
                 num_bytes = self._fill_columns(views.layout[field.name], host, target, value)
@@ -158,12 +170,15 @@ class StaticInputs:
                 self._fill_host(field, target, value)
         self._ring.submit(num_bytes)
 
-    def load_on_device(self, views: InputViews, values: Mapping[str, np.ndarray | Tensor]) -> None:
+    def load_on_device(self, views: InputViews, values: Mapping[str, Value]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
         ``load``."""
         self._check(views, values, self._device_fields, self.device_names)
         for field in self._device_fields:
             value = values[field.name]
+            if isinstance(value, HostRows) and field.from_host:
+                self._fill_from_host(field, views.tensors[field.name], value)
+                continue
             assert isinstance(value, Tensor), f"on-device input {field.name!r} takes a tensor"
             self._fill_device(field, views.tensors[field.name], value)
 
@@ -211,7 +226,7 @@ class StaticInputs:
     def _check(
         self,
         views: InputViews,
-        values: Mapping[str, np.ndarray | Tensor],
+        values: Mapping[str, Value],
         fields: tuple[InputField, ...],
         names: frozenset[str],
     ) -> None:
@@ -262,6 +277,21 @@ class StaticInputs:
         if before > end:
             host[end:before] = 0
         return max(end, before)
+
+    def _fill_from_host(self, field: InputField, target: Tensor, rows: HostRows) -> None:
+        """Rows of the full width; padding behind them."""
+        pad, num_rows = self._pad_value(field), rows.shape[0]
+        if rows.shape[1:] != target.shape[1:] or isinstance(pad, str):
+            raise GraphError(
+                f"input {field.name!r} comes from the host in whole rows with a value for padding"
+            )
+        upload = self._uploads.get(field.name)
+        if upload is None:
+            rows.copy_to(target[:num_rows])
+        else:
+            upload.send(rows)
+        if num_rows < target.shape[0]:
+            target[num_rows:].fill_(pad)
 
     def _fill_device(self, field: InputField, target: Tensor, value: Tensor) -> None:
         if value.shape == target.shape:

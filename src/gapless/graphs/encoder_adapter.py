@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
-from gapless.graphs.buffers import InputField, dim_size
+from gapless.graphs.buffers import InputField, Value, dim_size
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField, prefix_of
 
 ItemT = TypeVar("ItemT", contravariant=True)
 
-Values = Mapping[str, np.ndarray | Tensor]
+Values = Mapping[str, Value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gapless.errors import CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.buffers import InputViews, StaticInputs, dim_size
+from gapless.graphs.buffers import InputViews, StaticInputs, Value, dim_size
 from gapless.graphs.capture import warm_up
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_OUT_OF_MEMORY = "there is too little memory even for an eager run of this size, before its capture"
 """Cause of such a failed capture."""
 
-Values = Mapping[str, np.ndarray | Tensor]
+Values = Mapping[str, Value]
 Amend = Callable[[InputViews], None]
 
 
@@ -131,6 +130,10 @@ class GraphRunner:
             if on_done is not None:
                 on_done(descriptor)
         return failed
+
+    def forget(self, descriptor: BatchDescriptor) -> None:
+        """Let go of what was made for a size that no graph was captured of."""
+        self._buckets.pop(descriptor, None)
 
     def run(
         self,

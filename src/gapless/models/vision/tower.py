@@ -23,6 +23,7 @@ from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import Segments, VarlenBackend, create_varlen_backend
 from gapless.errors import ConfigError, ModelError
 from gapless.graphs.buffers import InputField
+from gapless.graphs.device.upload import HostRows
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
@@ -150,12 +151,9 @@ class VisionTower:
         return side**2
 
     def prepare(self, items: Sequence[MediaItem]) -> Values:
-        patches_PC = joined([item.patches_PC for item in items])
-        if not patches_PC.flags.writeable:  # as it came over a socket; a tensor shares memory only if it may
-            patches_PC = patches_PC.copy()
         grids = [item.grid_thw for item in items]
         inputs = self._inputs_of_one[grids[0]] if len(grids) == 1 else self._host_inputs(grids)
-        return {"patches": torch.from_numpy(patches_PC), **inputs}
+        return {"patches": HostRows([item.patches_PC for item in items]), **inputs}
 
     def _host_inputs(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         """All inputs but the patches."""
@@ -222,8 +220,11 @@ class VisionTower:
 
     def _fields(self) -> tuple[InputField, ...]:
         shape = ("tokens", self.patch_values)
+        patches = InputField(
+            name="patches", dims=shape, dtype=self.dtype, poison=_NAN, on_device=True, from_host=True
+        )
         return (
-            InputField(name="patches", dims=shape, dtype=self.dtype, poison=_NAN, on_device=True),
+            patches,
             InputField(name="position_ids", dims=("tokens", 2), poison=1),
             InputField(name="cu_full_len", dims=("segments+1",), pad="last"),
             InputField(name="cu_full_len_kk", dims=("segments",)),

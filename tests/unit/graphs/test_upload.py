@@ -1,0 +1,130 @@
+"""Host rows on their way to a device: converted once, never joined, never overwritten before being read."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from gapless.errors import GraphError
+from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.device.upload import HostRows, UploadRing
+
+CPU = torch.device("cpu")
+
+
+class LateSlot:
+    """A slot whose copies end when somebody waits for them: as late as a device may be."""
+
+    def __init__(self, num_bytes: int, torch_device: torch.device) -> None:
+        self.host = np.zeros(num_bytes, np.uint8)
+        self.queued: list[tuple[int, int]] = []
+
+    def wait(self) -> None:
+        for address, num_bytes in self.queued:
+            ctypes.memmove(address, self.host.ctypes.data, num_bytes)
+        self.queued.clear()
+
+    def send(self, address: int, num_bytes: int) -> None:
+        assert not self.queued, "written before its last copy has ended"
+        self.queued.append((address, num_bytes))
+
+
+def ring_on(target: torch.Tensor) -> tuple[UploadRing, list[LateSlot]]:
+    slots: list[LateSlot] = []
+
+    def make(num_bytes: int, device: torch.device) -> PinnedSlot:
+        slots.append(LateSlot(num_bytes, device))
+        return cast("PinnedSlot", slots[-1])
+
+    return UploadRing(target, make_slot=make), slots
+
+
+def arrays(*counts: int, width: int = 5) -> list[np.ndarray]:
+    generator = np.random.default_rng(sum(counts))
+    return [generator.standard_normal((count, width), np.float32) for count in counts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", [(1,), (7,), (3, 4), (1, 2, 4), (0, 3)])
+def test_rows_arrive_converted_one_part_behind_the_other(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    target = torch.full((8, 5), torch.nan, dtype=dtype)
+    ring, slots = ring_on(target)
+    parts = arrays(*counts)
+    ring.send(HostRows(parts))
+    for slot in slots:
+        slot.wait()
+    count = sum(counts)
+    assert torch.equal(target[:count], torch.from_numpy(np.concatenate(parts)).to(dtype))
+    assert target[count:].isnan().all()
+
+
+def test_a_slot_is_written_only_when_its_last_copy_has_ended() -> None:
+    target, seen = torch.zeros(4, 5), []
+    ring, slots = ring_on(target)
+    batches = [arrays(count)[0] for count in (4, 3, 2, 4, 1)]
+    for batch in batches:
+        pending = [slot for slot in slots if slot.queued]
+        ring.send(HostRows([batch]))
+        seen.append(len(pending))
+        batch[:] = np.nan  # the caller's memory is free again
+    assert seen == [0, 1, 2, 2, 2], "the host runs ahead by as many copies as there are slots"
+
+
+def test_a_value_may_be_read_only_and_nobody_is_warned() -> None:
+    (values,) = arrays(3)
+    received = np.frombuffer(values.tobytes(), np.float32).reshape(3, 5)
+    assert not received.flags.writeable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = HostRows([received, values[:, ::-1]])
+    assert rows.shape == (6, 5)
+    made = rows.to(device=CPU, dtype=torch.float32)
+    assert torch.equal(made, torch.from_numpy(np.concatenate([values, values[:, ::-1]])))
+    assert rows.parts[0].data_ptr() == received.ctypes.data, "not copied"
+
+
+def inputs_with(field: InputField) -> StaticInputs:
+    return StaticInputs((field,), max_sizes={"tokens": 6}, torch_device=CPU)
+
+
+def test_static_inputs_take_host_rows_and_pad_behind_them() -> None:
+    field = InputField(
+        name="patches", dims=("tokens", 5), dtype=torch.bfloat16, pad=0, on_device=True, from_host=True
+    )
+    inputs = inputs_with(field)
+    views = inputs.views({"tokens": 6})
+    views["patches"].fill_(torch.nan)
+    first, second = arrays(2, 1)
+    inputs.load_on_device(views, {"patches": HostRows([first, second])})
+    expected = torch.from_numpy(np.concatenate([first, second])).bfloat16()
+    assert torch.equal(views["patches"][:3], expected)
+    assert not views["patches"][3:].any()
+
+
+@pytest.mark.parametrize(("counts", "width"), [((7,), 5), ((3, 4), 5), ((2,), 6)])
+def test_rows_that_do_not_fit_are_refused_before_a_byte_is_written(
+    counts: tuple[int, ...], width: int
+) -> None:
+    field = InputField(
+        name="patches", dims=("tokens", 5), dtype=torch.float32, on_device=True, from_host=True
+    )
+    inputs = inputs_with(field)
+    views = inputs.views({"tokens": 6})
+    with pytest.raises(GraphError, match="does not fit"):
+        inputs.load_on_device(views, {"patches": HostRows(arrays(*counts, width=width))})
+    assert not views["patches"].any()
+
+
+def test_rows_of_part_of_the_width_are_refused() -> None:
+    field = InputField(
+        name="patches", dims=("tokens", 5), dtype=torch.float32, on_device=True, from_host=True
+    )
+    inputs = inputs_with(field)
+    with pytest.raises(GraphError, match="whole rows"):
+        inputs.load_on_device(inputs.views({"tokens": 6}), {"patches": HostRows(arrays(2, width=4))})
