@@ -4,8 +4,9 @@ Rows of several images (and frames, and windows) lie one behind the other; ``cu_
 begin. Boundaries are read on the device when the kernel runs, so one captured launch serves any of them;
 ``max_len`` is a host number, an upper bound. Invariants: rows outside all segments become zeros, whatever
 they held, and no such row is read by a real one; nothing of the output stays unwritten; a segment that holds
-NaN or infinity spoils no other one. ``S`` rows, ``N`` segments, ``H`` heads, ``D`` head size. Backends take the arguments that encoders elsewhere give to theirs:
-``[cu_seqlens, cu_seqlens_kk, max_len]`` or ``[cu_seqlens, max_len]``, where ``kk`` are the lengths.
+NaN or infinity spoils no other one. ``S`` rows, ``N`` segments, ``H`` heads, ``D`` head size. Backends take
+the arguments that encoders elsewhere give to theirs: ``[cu_seqlens, cu_seqlens_kk, max_len]`` or
+``[cu_seqlens, max_len]``, where ``kk`` are the lengths.
 ``encoder_interface.py`` puts them into Transformers' towers.
 """
 

@@ -98,6 +98,14 @@ def capture_pass(device: GraphDevice, *, collects: bool = True) -> Iterator[None
                     gc.collect()
 
 
+@contextmanager
+def capture_turn() -> Iterator[None]:
+    """Hold the capture lock alone. For who may capture while he holds a lock of his own: with this one taken
+    first, a capture that calls him in the end cannot wait for him while he waits for it. Re-entrant."""
+    with _lock:
+        yield
+
+
 def warm_up(fn: Callable[[], object], device: GraphDevice, times: int) -> None:
     """Run ``fn`` on the capture stream so that everything lazy has happened, and wait for it to finish."""
     with torch.no_grad(), device.stream_scope():

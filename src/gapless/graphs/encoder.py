@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError, GraphError
+from gapless.graphs.capture import capture_turn
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.device.exclusive import is_recording_here
@@ -111,10 +112,11 @@ class EncoderRunner(Generic[ItemT]):
     def capture(self, *, on_progress: Callable[[int, int], None] | None = None) -> Self:
         """Capture the token budgets, largest first, and time them on a GPU; nothing in the other modes. A
         budget whose capture fails stays eager and is in the report."""
-        with self._lock, torch.no_grad():
-            if not self._is_captured and isinstance(self._graphs, BudgetGraphs):
-                self._graphs.capture(on_progress)
-            self._is_captured = True
+        if not self._is_captured:
+            with capture_turn(), self._lock, torch.no_grad():
+                if not self._is_captured and isinstance(self._graphs, BudgetGraphs):
+                    self._graphs.capture(on_progress)
+                self._is_captured = True
         return self
 
     def run(self, items: Sequence[ItemT]) -> list[Rows]:
@@ -122,14 +124,10 @@ class EncoderRunner(Generic[ItemT]):
         if not items:
             return []
         sizes = [self.adapter.sizes_of(item) for item in items]
+        if self._reason_for_none() is None:
+            return self._with_graphs(items, sizes, RuntimeMode.FULL)
         with self._lock, torch.no_grad():
-            reason = self._reason_for_none()
-            if reason is not None:
-                packs = greedy_packs(sizes, self.adapter.most(self.ladder[-1]))
-                parts = [_of(pack, items, sizes) for pack in packs]
-                return [rows for part in parts for rows in self._eager(*part, reason)]
-            self.capture()
-            return self._run(items, sizes, RuntimeMode.FULL)
+            return self._joined_eager(items, sizes)
 
     def eager(self, items: Sequence[ItemT]) -> list[Rows]:
         """Every item by itself, at its real size, without graphs and padding. Not counted."""
@@ -144,10 +142,8 @@ class EncoderRunner(Generic[ItemT]):
         """The packs in the budgets (or the exact sizes) that ``run`` would replay, without their graphs: what
         a replay equals bit for bit. What no graph serves runs eagerly here, too."""
         sizes = [self.adapter.sizes_of(item) for item in items]
-        with self._lock, torch.no_grad():
-            assert self.graphs is not None  # raises without
-            self.capture()
-            return self._run(items, sizes, RuntimeMode.NONE)
+        assert self.graphs is not None  # raises without
+        return self._with_graphs(items, sizes, RuntimeMode.NONE)
 
     def report(self) -> dict[str, Any]:
         """The report schema of ``report.py``, and ``encoder`` with what only encoders have."""
@@ -201,7 +197,31 @@ class EncoderRunner(Generic[ItemT]):
             return EncoderFallback.DISABLED
         return EncoderFallback.INSIDE_CAPTURE if is_recording_here() else None
 
+    def _with_graphs(self, items: Sequence[ItemT], sizes: Sequence[Sizes], mode: RuntimeMode) -> list[Rows]:
+        """One that may capture takes the lock of all captures first, for a capture may contain this encoder:
+        taken the other way round, each could wait for the other."""
+        self.capture()
+        with self._lock, torch.no_grad():
+            if self._is_decided(items, sizes):
+                return self._run(items, sizes, mode)
+        with capture_turn(), self._lock, torch.no_grad():
+            return self._run(items, sizes, mode)
+
+    def _is_decided(self, items: Sequence[ItemT], sizes: Sequence[Sizes]) -> bool:
+        """Whether a run of ``items`` captures nothing."""
+        if not isinstance(self._graphs, ExactGraphs):
+            return True
+        bounds = (self.adapter.bounds_of([item]) for item in items)
+        return all(map(self._graphs.is_decided, sizes, bounds))
+
+    def _joined_eager(self, items: Sequence[ItemT], sizes: Sequence[Sizes]) -> list[Rows]:
+        reason = self._reason_for_none() or EncoderFallback.RELEASED
+        packs = greedy_packs(sizes, self.adapter.most(self.ladder[-1]))
+        return [rows for p in packs for rows in self._eager(items[p.own], sizes[p.own], reason)]
+
     def _run(self, items: Sequence[ItemT], sizes: Sequence[Sizes], mode: RuntimeMode) -> list[Rows]:
+        if self._graphs is None:  # released since it was asked for
+            return self._joined_eager(items, sizes)
         if isinstance(self._graphs, ExactGraphs):
             graphs = self._graphs
             return [
@@ -209,12 +229,11 @@ class EncoderRunner(Generic[ItemT]):
                 for item, own in zip(items, sizes, strict=True)
                 for rows in self._run_exact(graphs, item, own, mode)
             ]
-        assert self._graphs is not None
         packs = self._graphs.plan(sizes)
         return [
             rows
             for pack in packs
-            for rows in self._run_pack(self._graphs, pack, *_of(pack, items, sizes), mode)
+            for rows in self._run_pack(self._graphs, pack, items[pack.own], sizes[pack.own], mode)
         ]
 
     def _run_pack(
@@ -277,10 +296,3 @@ def encoder_graphs(
         raise ConfigError(f"mode={mode!r} of encoder graphs does not exist; choose from {known}")
     chosen = EncoderOptions(mode=EncoderMode(mode), **options)
     return EncoderRunner(encoder, device=get_device(device), options=chosen).capture()
-
-
-def _of(
-    pack: Pack, items: Sequence[ItemT], sizes: Sequence[Sizes]
-) -> tuple[Sequence[ItemT], Sequence[Sizes]]:
-    own = slice(pack.first, pack.first + pack.num_items)
-    return items[own], sizes[own]

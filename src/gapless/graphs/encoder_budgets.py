@@ -39,14 +39,25 @@ class Pack(NamedTuple):
     num_items: int
     budget: int | None
 
+    @property
+    def own(self) -> slice:
+        return slice(self.first, self.first + self.num_items)
+
 
 def ceil_to(value: int, granule: int) -> int:
     """``value`` rounded up to whole granules, at least one."""
     return max(-(-value // granule), 1) * granule
 
 
-def budget_ladder(*, smallest: int, largest: int, granule: int = 1) -> tuple[int, ...]:
-    """``smallest`` doubled again and again, and ``largest`` itself; whole granules, ascending.
+DEFAULT_FINE_FROM = 1024
+"""Below, a replay costs about what its kernels cost to start, padding or not; above, what its rows do."""
+
+
+def budget_ladder(
+    *, smallest: int, largest: int, granule: int = 1, fine_from: int | None = None
+) -> tuple[int, ...]:
+    """``smallest`` doubled again and again, from ``fine_from`` on with the size halfway to the next, and
+    ``largest`` itself; whole granules, ascending.
 
     Raises ``ConfigError`` for a size that is not positive.
     """
@@ -56,6 +67,9 @@ def budget_ladder(*, smallest: int, largest: int, granule: int = 1) -> tuple[int
     size = ceil_to(smallest, granule)
     while size < largest:
         ladder.add(ceil_to(size, granule))
+        halfway = ceil_to(size + size // 2, granule)
+        if fine_from is not None and size >= fine_from and halfway < largest:
+            ladder.add(halfway)
         size *= 2
     return tuple(sorted(ladder))
 

@@ -47,6 +47,11 @@ class ExactGraphs:
         self._num_variants = 0
         self.generation = self._new_generation()
 
+    def is_decided(self, sizes: Sizes, bounds: Bounds) -> bool:
+        """Whether ``find`` answers without a capture."""
+        key = _key(sizes, bounds)
+        return key in self._known or key in self._reasons or not fits(sizes, self.memory.max_sizes)
+
     def find(self, sizes: Sizes, bounds: Bounds, values: Values) -> BatchDescriptor | EncoderFallback:
         """The graph for a run, captured now if it is new, or why there is none."""
         key = _key(sizes, bounds)
@@ -102,7 +107,14 @@ class ExactGraphs:
             variant=self._num_variants,
         )
         self.generation.plan(descriptor, sizes=sizes, bounds=bounds, make_dummy=lambda: values)
-        if self.generation.capture([descriptor]):
+        try:
+            failed = self.generation.capture([descriptor])
+        except (
+            BaseException
+        ):  # the encoder's own, before it was captured: passed on, and tried again next time
+            self.generation.forget(descriptor)
+            raise
+        if failed:
             self._reasons[key] = EncoderFallback.CAPTURE_FAILED
             return EncoderFallback.CAPTURE_FAILED
         self.counts.captures += 1

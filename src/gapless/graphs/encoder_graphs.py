@@ -108,6 +108,11 @@ class Generation:
             planned.make_dummy = _no_dummy  # the batch may be an item's data
         return failed
 
+    def forget(self, descriptor: BatchDescriptor) -> None:
+        """It was planned, but there is no graph of it and will be none."""
+        del self._runs[descriptor]
+        self._runner.forget(descriptor)
+
     def run(
         self, descriptor: BatchDescriptor, mode: RuntimeMode, values: Values, *, num_real: Sizes
     ) -> tuple[Tensor, ...]:

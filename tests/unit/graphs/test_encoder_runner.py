@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from gapless.attention.varlen import Segments, TorchReferenceVarlen
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.buffers import InputField
+from gapless.graphs.capture import capture_pass
 from gapless.graphs.device import get_device
 from gapless.graphs.encoder import (
     EncoderFallback,
@@ -268,6 +271,30 @@ def test_an_exact_capture_that_fails_is_not_tried_again_and_hinders_no_other(mon
     assert runner.summary()["captures"] == 2
 
 
+def test_an_encoder_that_raises_at_first_sight_leaves_nothing_behind(monkeypatch) -> None:
+    """Neither the item's rows nor a place in the cache: it is tried again."""
+    encoder = ToyEncoder()
+    forward, fails = encoder.forward, [True]
+
+    def may_fail(run: EncoderRun) -> tuple[Tensor, ...]:
+        if fails[0]:
+            raise ValueError("no such kernel")
+        return forward(run)
+
+    monkeypatch.setattr(encoder, "forward", may_fail)
+    runner = runner_of(encoder, "exact")
+    items = rows(7)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no such kernel"):
+            runner.run(items)
+    assert runner.generation is not None
+    assert not runner.generation._runs
+    assert sys.getrefcount(items[0]) <= 3
+    fails[0] = False
+    assert_same(runner.run(items), runner.eager(items))
+    assert runner.summary()["captures"] == 1
+
+
 def test_evicting_by_hand_frees_the_pool_and_results_stay() -> None:
     runner = runner_of(mode="exact")
     items = rows(6)
@@ -335,6 +362,86 @@ def test_threads_take_turns() -> None:
     threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
     for thread in threads:
         thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+def test_a_first_sight_and_a_capture_around_the_encoder_do_not_wait_for_each_other(mode: str) -> None:
+    """One thread holds the lock of captures and calls the encoder; another holds the encoder and captures."""
+    runner = runner_of(mode=mode)
+    item, out = rows(4)[0], torch.zeros(4, WIDTH)
+    expected = runner.eager([item])
+    is_inside, is_waiting = threading.Event(), threading.Event()
+    first_sight: list[list[tuple[Tensor, ...]]] = []
+
+    def captures_around() -> None:
+        with capture_pass(CPU):
+            is_inside.set()
+            is_waiting.wait(5)
+            time.sleep(0.05)  # the other one is at the lock by now
+            out.copy_(runner.run([item])[0][0])
+
+    def sees_first() -> None:
+        is_inside.wait(5)
+        is_waiting.set()
+        first_sight.append(runner.run([item]))
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (captures_around, sees_first)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert_same([(out,)], expected, atol=1e-5)
+    assert_same(first_sight[0], expected, atol=1e-5)
+
+
+def test_threads_see_first_evict_and_hit_at_the_same_time() -> None:
+    runner = runner_of(mode="exact", max_graphs=2)
+    items = [rows(length) for length in (3, 5, 7, 9)]
+    expected = [runner.eager(item) for item in items]
+    wrong: list[object] = []
+
+    def work(offset: int) -> None:
+        try:
+            for number in range(12):
+                index = (number + offset) % 4
+                if not torch.equal(runner.run(items[index])[0][0], expected[index][0][0]):
+                    wrong.append(index)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(runner.report()["graphs"]) <= 2
+
+
+def test_a_release_while_others_run_turns_them_eager() -> None:
+    runner = runner_of(mode="exact", max_graphs=2)
+    items = [rows(length) for length in (3, 5, 7)]
+    expected = [runner.eager(item) for item in items]
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            for number in range(30):
+                index = number % 3
+                if not torch.equal(runner.run(items[index])[0][0], expected[index][0][0]):
+                    wrong.append(index)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    runner.release()
     for thread in threads:
         thread.join()
     assert wrong == []
