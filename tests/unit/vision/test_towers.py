@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -176,6 +178,42 @@ def test_arrays_of_grids_are_made_once_and_the_number_kept_is_bounded(monkeypatc
     for grid in ((1, 2, 2), (1, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 2), (1, 2, 4)):
         assert cache[grid].positions_P2.shape == (np.prod(grid), 2)
     assert made == [(1, 2, 2), (1, 2, 4), (1, 4, 4), (1, 2, 4)]
+
+
+def test_what_is_kept_of_large_grids_is_bounded_in_patches(monkeypatch) -> None:
+    monkeypatch.setattr(grids, "_MAX_KEPT_PATCHES", 40)
+    made: list[grids.Grid] = []
+    cache = grids.GridCache(lambda grid: made.append(grid) or grid)
+    for grid in ((1, 4, 4), (1, 2, 4), (1, 4, 4), (1, 2, 8), (1, 4, 4), (1, 2, 4), (1, 20, 20), (1, 20, 20)):
+        assert cache[grid] == grid
+    assert made == [(1, 4, 4), (1, 2, 4), (1, 2, 8), (1, 20, 20)]
+    assert list(cache._kept) == [(1, 20, 20)]  # the one that is in use stays, whatever its size
+
+
+def test_threads_may_ask_for_grids_while_others_push_them_out(monkeypatch) -> None:
+    monkeypatch.setattr(grids, "_MAX_KEPT", 2)
+    cache = grids.GridCache(lambda grid: grid)
+    errors: list[BaseException] = []
+
+    def ask(offset: int) -> None:
+        try:
+            for number in range(4000):
+                grid = (1, 2, 2 * (1 + (number * offset) % 5))
+                assert cache[grid] == grid
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(offset,)) for offset in (1, 2, 3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
 
 
 def test_the_tower_of_the_model_with_experts_is_the_same() -> None:

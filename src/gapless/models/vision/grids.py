@@ -8,6 +8,8 @@ after they were made. ``P`` patches, ``U`` merged units, ``N`` segments, ``W`` w
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ Grid = tuple[int, int, int]
 """Temporal, vertical and horizontal patches."""
 
 _MAX_KEPT = 128
+_MAX_KEPT_PATCHES = 1 << 20
+"""Of all grids that are kept: about 50 bytes each, where 128 of the largest images have 300 MB."""
 
 T = TypeVar("T")
 
@@ -41,21 +45,31 @@ class GridArrays:
 
 
 class GridCache(Generic[T]):
-    """``make(grid)`` for the grids seen last."""
+    """``make(grid)`` for the grids seen last: bounded in number and in patches. Safe to use from threads."""
 
     def __init__(self, make: Callable[[Grid], T]) -> None:
         self._make = make
+        self._lock = threading.Lock()
         self._kept: OrderedDict[Grid, T] = OrderedDict()
+        self._num_patches = 0
 
     def __getitem__(self, grid: Grid) -> T:
-        found = self._kept.get(grid)
-        if found is None:
-            found = self._kept[grid] = self._make(grid)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        else:
-            self._kept.move_to_end(grid)
-        return found
+        with self._lock:
+            if grid in self._kept:
+                self._kept.move_to_end(grid)
+                return self._kept[grid]
+        made = self._make(grid)
+        with self._lock:
+            if grid not in self._kept:
+                self._kept[grid] = made
+                self._num_patches += math.prod(grid)
+            while len(self._kept) > 1 and self._is_full():
+                oldest, _ = self._kept.popitem(last=False)
+                self._num_patches -= math.prod(oldest)
+        return made
+
+    def _is_full(self) -> bool:
+        return len(self._kept) > _MAX_KEPT or self._num_patches > _MAX_KEPT_PATCHES
 
 
 def check_grid(grid: Grid, *, merge_size: int) -> None:
