@@ -26,7 +26,7 @@ import torch
 from gpu_acceptance import metadata
 from torch import Tensor
 
-from gapless.kernels import moe
+from gapless.kernels import moe, moe_sum
 from gapless.kernels.launch import can_compile_ahead, compiling_ahead
 from gapless.kernels.linear_tuner import time_in_graph
 from gapless.kernels.moe import ExpertTiles
@@ -113,7 +113,7 @@ def measure(
         weights_TK, _, slots, blocks, _ = route(layer)
         act = moe.expert_gate_up(x_TE, layer.gate_up_NOE, slots, blocks, config.top_k)
         by_slot = moe.expert_down(act, layer.down_NEF, slots, blocks, weights_TK)
-        moe.combine_experts(by_slot, limits, None, None, out_TE)
+        moe_sum.combine_experts(by_slot, limits, None, None, out_TE)
 
     def library(index: int, layer: Layer) -> None:
         weights_TK, experts_TK = choose_experts(
@@ -153,7 +153,7 @@ def measure(
                 )
             ),
             "combine": time_layers(
-                lambda i, layer: moe.combine_experts(by_slot[i], limits, None, None, out_TE)
+                lambda i, layer: moe_sum.combine_experts(by_slot[i], limits, None, None, out_TE)
             ),
         },
     }

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.kernels import moe
+from gapless.kernels import moe, moe_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,5 +100,5 @@ def mixture(case: Case, inputs: Inputs) -> Tensor:
         act = moe.expert_gate_up(inputs.x_TE, inputs.gate_up_NOE, slots, blocks, case.top_k)
         by_slot = moe.expert_down(act, inputs.down_NEF, slots, blocks, weights)
         out = torch.full_like(inputs.x_TE, torch.nan)
-        moe.combine_experts(by_slot, inputs.query_start_loc, None, None, out)
+        moe_sum.combine_experts(by_slot, inputs.query_start_loc, None, None, out)
     return out

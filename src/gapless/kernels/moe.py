@@ -1,4 +1,5 @@
-"""A mixture of experts as operators: route tokens to experts and group them, multiply by expert, add up.
+"""A mixture of experts as operators: route tokens to experts and group them, multiply by expert; adding up is
+in ``moe_sum.py``.
 
 Every launch depends on the number of tokens alone. Who goes where is found on the device (``moe_jit.py``), so
 one captured graph serves every routing, and as much work as a routing needs: blocks it leaves empty return at
@@ -25,8 +26,9 @@ from gapless.kernels.select import launch_options, next_power_of_2
 _MAX_CHUNK = 32
 """Tokens that one program routes; up to so many need no second kernel."""
 _CHUNK_ELEMENTS = 4096
+_WARP_ELEMENTS = 512
+"""Logits that one warp routes: it picks experts without waiting for others."""
 _CHUNK_TILE = 32
-_COMBINE_TILE = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,8 @@ class ExpertTiles:
     weights_left: bool
     num_warps: int
     num_stages: int
+    group: int = 1
+    """Blocks that take each tile of weights one after another, so that those of one expert read it once."""
 
 
 def block_slots(num_tokens: int, *, num_experts: int, top_k: int) -> int:
@@ -58,17 +62,23 @@ def max_blocks(num_tokens: int, *, num_experts: int, top_k: int, block_p: int) -
 
 @functools.cache
 def choose_tiles(
-    num_tokens: int, *, num_experts: int, top_k: int, num_out: int, is_gate_up: bool
+    num_tokens: int, *, num_experts: int, top_k: int, num_out: int, is_gate_up: bool, itemsize: int = 2
 ) -> ExpertTiles:
-    """The tiles of a product for so many tokens."""
+    """The tiles of a product for so many tokens, with elements of ``itemsize`` bytes."""
     block_p = block_slots(num_tokens, num_experts=num_experts, top_k=top_k)
     if block_p <= 32:
-        # Bound by reading weights: enough programs to keep every multiprocessor of a large GPU loading.
-        num_busy, block_o = min(num_tokens * top_k, num_experts), 64
+        # Bound by reading weights: enough programs to keep every multiprocessor of a large GPU loading, and
+        # small enough for several on each. Gate and up are two tiles, and rows are read 256 bytes at a time.
+        num_busy, block_o = min(num_tokens * top_k, num_experts), 32 if is_gate_up else 64
         while block_o > 16 and num_busy * -(-num_out // block_o) < _MIN_PROGRAMS:
             block_o //= 2
         return ExpertTiles(
-            block_p=block_p, block_o=block_o, block_i=128, weights_left=True, num_warps=4, num_stages=4
+            block_p=block_p,
+            block_o=block_o,
+            block_i=256 // itemsize,
+            weights_left=True,
+            num_warps=4,
+            num_stages=4,
         )
     wide = block_p == 128
     return ExpertTiles(
@@ -78,10 +88,12 @@ def choose_tiles(
         weights_left=False,
         num_warps=8 if wide else 4,
         num_stages=4,
+        group=_GROUP if num_tokens * top_k > num_experts * block_p else 1,
     )
 
 
 _MIN_PROGRAMS = 256
+_GROUP = 8
 
 
 def _fake_route(
@@ -138,8 +150,8 @@ def route_tokens(
     )  # fmt: skip
     if not is_alone:
         args = (experts_TK, chunk_counts, slots_P, blocks_B3, counts_N, num_tokens, num_chunks, num_blocks)
-        tiles = {"CHUNK_TILE": _CHUNK_TILE, "CHUNK_TILES": -(-num_chunks // _CHUNK_TILE)}
-        launch(_kernels().group_kernel, (num_chunks,), args, _grouping_constants(*sizes, **tiles))
+        constants = _grouping_constants(*sizes, CHUNK_TILE=_CHUNK_TILE)
+        launch(_kernels().group_kernel, (num_chunks,), args, constants)
     return results
 
 
@@ -158,7 +170,12 @@ def expert_gate_up(
     out_PF = _fake_gate_up(x_TE, gate_up_NOE, slots_P, blocks_B3, top_k)
     num_experts = gate_up_NOE.shape[0]
     tiles = choose_tiles(
-        x_TE.shape[0], num_experts=num_experts, top_k=top_k, num_out=out_PF.shape[1], is_gate_up=True
+        x_TE.shape[0],
+        num_experts=num_experts,
+        top_k=top_k,
+        num_out=out_PF.shape[1],
+        is_gate_up=True,
+        itemsize=x_TE.itemsize,
     )
     launch_expert_product(x_TE, gate_up_NOE, slots_P, blocks_B3, None, out_PF, tiles, top_k=top_k)
     return out_PF
@@ -179,7 +196,12 @@ def expert_down(
     out_PE = _fake_down(act_PF, down_NEF, slots_P, blocks_B3, weights_TK)
     num_tokens, top_k = weights_TK.shape
     tiles = choose_tiles(
-        num_tokens, num_experts=down_NEF.shape[0], top_k=top_k, num_out=out_PE.shape[1], is_gate_up=False
+        num_tokens,
+        num_experts=down_NEF.shape[0],
+        top_k=top_k,
+        num_out=out_PE.shape[1],
+        is_gate_up=False,
+        itemsize=act_PF.itemsize,
     )
     launch_expert_product(act_PF, down_NEF, slots_P, blocks_B3, weights_TK, out_PE, tiles, top_k=top_k)
     return out_PE
@@ -205,41 +227,11 @@ def launch_expert_product(
     is_gate_up = scales_TK is None
     args = (
         x, weight_NOI, slots_P, blocks_B3, weight_NOI if scales_TK is None else scales_TK, out,
-        x.stride(0), weight_NOI.stride(0), weight_NOI.stride(1), num_out,
+        x.stride(0), weight_NOI.stride(0), weight_NOI.stride(1), num_out, blocks_B3.shape[0],
     )  # fmt: skip
     grid = (blocks_B3.shape[0] * -(-num_out // tiles.block_o),)
     constants = _product_constants(tiles, x.shape[1], top_k, is_gate_up, x.device)
     launch(_kernels().expert_product_kernel, grid, args, constants)
-
-
-@register_custom_op(mutates_args=["out_TE"])
-def combine_experts(
-    by_slot_PE: Tensor,
-    query_start_loc: Tensor,
-    shared_TE: Tensor | None,
-    shared_gate_T1: Tensor | None,
-    out_TE: Tensor,
-) -> None:
-    """``out[t] = sum_k by_slot[t * K + k] (+ sigmoid(shared_gate[t]) * shared[t])``, summed in float32; zeros
-    in rows of padding."""
-    num_tokens, size = out_TE.shape
-    if num_tokens == 0:
-        return
-    assert out_TE.is_contiguous()
-    assert shared_TE is None or shared_TE.is_contiguous()
-    tile = min(_COMBINE_TILE, next_power_of_2(size))
-    top_k = by_slot_PE.shape[0] // num_tokens
-    constants = _combine_constants(size, top_k, tile, shared_TE is not None, out_TE.device)
-    unused = by_slot_PE
-    args = (
-        by_slot_PE,
-        query_start_loc,
-        unused if shared_TE is None else shared_TE,
-        unused if shared_gate_T1 is None else shared_gate_T1,
-        out_TE,
-        query_start_loc.shape[0] - 1,
-    )
-    launch(_kernels().combine_kernel, (num_tokens, -(-size // tile)), args, constants)
 
 
 @functools.cache
@@ -254,7 +246,7 @@ def _grouping_constants(
         BLOCK_P=block_p,
         BLOCKS_EACH=-(-chunk // block_p),
         FILL=fill,
-        num_warps=4,
+        num_warps=1 if chunk * next_power_of_2(num_experts) <= _WARP_ELEMENTS else 4,
         **more,
         **launch_options(device),
     )
@@ -270,18 +262,12 @@ def _product_constants(
         BLOCK_P=tiles.block_p,
         BLOCK_O=tiles.block_o,
         BLOCK_I=min(tiles.block_i, max(next_power_of_2(num_in), 16)),
+        GROUP=tiles.group,
         IS_GATE_UP=is_gate_up,
         WEIGHTS_LEFT=tiles.weights_left,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(device),
-    )
-
-
-@functools.cache
-def _combine_constants(size: int, top_k: int, tile: int, has_shared: bool, device: torch.device) -> Constants:
-    return Constants(
-        SIZE=size, TOP_K=top_k, TILE=tile, HAS_SHARED=has_shared, num_warps=4, **launch_options(device)
     )
 
 

@@ -1,4 +1,5 @@
-"""Triton kernels of a mixture of experts: routing and grouping of tokens, products by expert, sum per token.
+"""Triton kernels of a mixture of experts: routing and grouping of tokens, products by expert. The sum of a
+token's experts is in ``moe_sum_jit.py``.
 
 Nothing is counted on the host. Routing gives each chunk of tokens its experts and counts them; grouping turns
 the counts into the order of *slots* (a slot is one token with one of its experts) sorted by expert, and into
@@ -61,7 +62,9 @@ def route_kernel(
     is_token = token_T < num_tokens
     is_real = is_token & (token_T >= first) & (token_T < last)
     source = logits_TN + token_T.to(tl.int64)[:, None] * logits_stride_t + expert_N[None, :]
-    logits = tl.load(source, mask=is_real[:, None] & is_expert, other=0.0).to(tl.float32)
+    # Loads do not wait for the limits: what stands in rows of padding is replaced.
+    logits = tl.load(source, mask=is_token[:, None] & is_expert, other=0.0).to(tl.float32)
+    logits = tl.where(is_real[:, None], logits, 0.0)
     is_broken_T = tl.max(((logits - logits) != 0.0).to(tl.int32), 1) != 0  # NaN or infinite
     logits = tl.where(is_broken_T[:, None], 0.0, logits)
     logits = tl.where(is_expert, logits, float("-inf"))
@@ -117,7 +120,6 @@ def group_kernel(
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNK_TILE: tl.constexpr,
-    CHUNK_TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCKS_EACH: tl.constexpr,
     FILL: tl.constexpr,
@@ -133,8 +135,8 @@ def group_kernel(
         tl.extra.cuda.gdc_wait()
     before_N = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
     count_N = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
-    for tile in range(CHUNK_TILES):
-        chunk_C = tile * CHUNK_TILE + tl.arange(0, CHUNK_TILE)
+    for first in range(0, num_chunks, CHUNK_TILE):
+        chunk_C = first + tl.arange(0, CHUNK_TILE)
         source = chunk_counts_CN + chunk_C[:, None] * EXPERTS_PAD + expert_N[None, :]
         found = tl.load(source, mask=(chunk_C < num_chunks)[:, None], other=0)
         count_N += tl.sum(found, 0)
@@ -188,7 +190,7 @@ def _write_blocks(
         tl.store(blocks_B3 + block_B * 3 + part, 0, mask=is_empty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def expert_product_kernel(
     x,
     weight_NOI,
@@ -200,17 +202,20 @@ def expert_product_kernel(
     weight_stride_n,
     weight_stride_o,
     num_out,
+    num_blocks,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_GATE_UP: tl.constexpr,
     WEIGHTS_LEFT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per block and ``BLOCK_O`` output features; programs of a block follow each other, so that
-    blocks of one expert find its weights in the second-level cache.
+    """One program per block and ``BLOCK_O`` output features. Programs of a block follow each other, or those
+    of ``GROUP`` blocks for one tile of weights: an expert with many blocks may be more than the second-level
+    cache holds.
 
     ``IS_GATE_UP``: rows are gathered from the tokens, gate and up (the first and second ``num_out`` rows of
     the weights) are multiplied side by side and end in ``silu(gate) * up``, stored by place. Else rows are
@@ -218,18 +223,24 @@ def expert_product_kernel(
     left, where the tensor cores want 64 rows.
     """
     num_tiles = tl.cdiv(num_out, BLOCK_O)
-    block = tl.program_id(0) // num_tiles
-    out_O = tl.program_id(0) % num_tiles * BLOCK_O + tl.arange(0, BLOCK_O)
+    if GROUP == 1:
+        block, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    else:
+        first_block = tl.program_id(0) // (GROUP * num_tiles) * GROUP
+        place = tl.program_id(0) % (GROUP * num_tiles)
+        together = tl.minimum(num_blocks - first_block, GROUP)
+        block, tile = first_block + place % together, place // together
+    out_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     is_out = out_O < num_out
     row_O = tl.where(is_out, out_O, 0).to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    expert = tl.load(blocks_B3 + block * 3).to(tl.int64)
+    first = tl.load(blocks_B3 + block * 3 + 1)
     num_slots = tl.load(blocks_B3 + block * 3 + 2)
     if num_slots == 0:
         return
-    expert = tl.load(blocks_B3 + block * 3).to(tl.int64)
-    first = tl.load(blocks_B3 + block * 3 + 1)
     row_P = tl.arange(0, BLOCK_P)
     is_slot = row_P < num_slots
     place_P = first + tl.where(is_slot, row_P, 0)  # the others repeat the first one and are not stored
@@ -293,40 +304,3 @@ def _load(pointer, column, NUM_IN: tl.constexpr, BLOCK_I: tl.constexpr):
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=column < NUM_IN, other=0.0)
-
-
-@triton.jit(do_not_specialize=["num_places"])
-def combine_kernel(
-    by_slot_PE,
-    query_start_loc,
-    shared_TE,
-    shared_gate_T,
-    out_TE,
-    num_places,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One program per token and tile: the sum of its slots, in their order, and of the shared expert times
-    ``sigmoid(shared_gate)``; zeros for padding, whatever its slots hold."""
-    token = tl.program_id(0)
-    element = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_element = element < SIZE
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    first, last = tl.load(query_start_loc), tl.load(query_start_loc + num_places)
-    is_real = (token >= first) & (token < last)
-    has_value = is_element & is_real
-    source = by_slot_PE + token.to(tl.int64) * (TOP_K * SIZE) + element
-    total = tl.zeros([TILE], dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
-        total += tl.load(source + k * SIZE, mask=has_value, other=0.0).to(tl.float32)
-    target = token.to(tl.int64) * SIZE + element
-    if HAS_SHARED:
-        gate = tl.load(shared_gate_T + token, mask=is_real, other=0.0).to(tl.float32)
-        shared = tl.load(shared_TE + target, mask=has_value, other=0.0).to(tl.float32)
-        total += tl.where(is_real, shared / (1.0 + tl.exp(-gate)), 0.0)
-    tl.store(out_TE + target, total.to(out_TE.dtype.element_ty), mask=is_element)

@@ -3,8 +3,8 @@
 The same parameters and the same order of operations as the modules of ``decoder.py``, whose forward stays the
 oracle; only what lies between two matrix products is one kernel each. A layer is nine nodes of a graph: four
 products, attention, and four kernels. The addition to the residual stream joins the norm after it, also the
-next layer's. ``T`` tokens, ``E`` hidden size, ``C`` columns of
-merged heads, ``H`` query heads, ``D`` head size.
+next layer's; a mixture of experts is five nodes (six with many tokens), of which the last adds and norms too.
+``T`` tokens, ``E`` hidden size, ``C`` columns of merged heads, ``H`` query heads, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gapless.graphs.context import get_forward_context
 from gapless.graphs.ops import direct
 from gapless.kernels import activation, linear, media, mrope, norm, rope_cache
 from gapless.kernels.linear import Matrices, compile_products
+from gapless.models.moe import MixtureOfExperts
 from gapless.parallel.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -115,8 +116,14 @@ def _run_layers(
         attended_THD = _attention(block.attention, normed_TE, *rope)
         update_TE = all_reduce(fused_linear(block.attention.out, attended_THD.flatten(1)), model.shard)
         residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
+        has_deepstack = index < num_deepstack
+        if isinstance(block.mlp, MixtureOfExperts) and model.shard.is_whole and not has_deepstack:
+            joined = block.mlp.fused_add_norm(normed_TE, residual_TE, norm_after)
+            if joined is not None:
+                residual_TE, normed_TE = joined
+                continue
         update_TE = all_reduce(block.mlp.fused(normed_TE), model.shard)
-        if deepstack_LTE is not None and index < num_deepstack:
+        if deepstack_LTE is not None and has_deepstack:
             residual_TE, normed_TE = fused_add_media_rms_norm(
                 update_TE, residual_TE, deepstack_LTE[index], is_media_T, norm_after.weight, norm_after.eps
             )

@@ -28,17 +28,18 @@ from gapless.errors import ConfigError, GraphError
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.ops import direct, register_custom_op
-from gapless.kernels import linear, moe
+from gapless.kernels import linear, moe, moe_sum
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.experts import ExpertWeights
 from gapless.models.grouped_experts import check_grouped_mm, choose_experts, grouped_experts
-from gapless.models.layers import Linear, Placement, WeightTarget, empty_parameter
+from gapless.models.layers import Linear, Placement, RMSNorm, WeightTarget, empty_parameter
 from gapless.models.moe_config import ExpertConfig
 
 small_linear = direct(linear.small_linear)
 route_tokens = direct(moe.route_tokens)
 expert_gate_up, expert_down = direct(moe.expert_gate_up), direct(moe.expert_down)
-combine_experts = direct(moe.combine_experts)
+combine_experts = direct(moe_sum.combine_experts)
+combine_add_rms_norm = direct(moe_sum.combine_add_rms_norm)
 
 
 class FeedForward(Protocol):
@@ -93,6 +94,18 @@ class MixtureOfExperts(nn.Module):
         """The same on fused kernels."""
         return self._run(hidden_TE, use_kernels=not self.uses_grouped_mm)
 
+    def fused_add_norm(
+        self, hidden_TE: Tensor, residual_TE: Tensor, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor] | None:
+        """``(residual + fused(hidden), norm of that)``, where the kernel that ends the block may do the rest
+        too; None: something must stand between them, so nothing was computed."""
+        if self.uses_grouped_mm or self.is_break or torch.compiler.is_compiling():
+            return None
+        query_start_loc = get_forward_context().batch.query_start_loc
+        terms, counts_N = _terms_of_sum(self, hidden_TE, query_start_loc)
+        _count(self, counts_N)
+        return combine_add_rms_norm(*terms, residual_TE, norm.weight, norm.eps)
+
     def start_counting(self) -> None:
         """Count tokens per expert from now on; before any capture, for a graph counts or does not."""
         if self.counts_N is None:
@@ -139,17 +152,29 @@ def moe_layer(hidden_TE: Tensor, out_TE: Tensor, layer_name: str, use_kernels: b
 def _compute(layer: MixtureOfExperts, hidden_TE: Tensor, out_TE: Tensor, use_kernels: bool) -> None:
     query_start_loc = get_forward_context().batch.query_start_loc
     compute = _compute_by_kernels if use_kernels else _compute_by_torch
-    counts_N = compute(layer, hidden_TE, out_TE, query_start_loc)
-    if layer.counts_N is not None:
-        layer.counts_N.add_(counts_N)
+    _count(layer, compute(layer, hidden_TE, out_TE, query_start_loc))
 
 
 _compute_as_break = eager_break(_compute)
 
 
+def _count(layer: MixtureOfExperts, counts_N: Tensor) -> None:
+    if layer.counts_N is not None:
+        layer.counts_N.add_(counts_N)
+
+
 def _compute_by_kernels(
     layer: MixtureOfExperts, hidden_TE: Tensor, out_TE: Tensor, query_start_loc: Tensor
 ) -> Tensor:
+    terms, counts_N = _terms_of_sum(layer, hidden_TE, query_start_loc)
+    combine_experts(*terms, out_TE)
+    return counts_N
+
+
+def _terms_of_sum(
+    layer: MixtureOfExperts, hidden_TE: Tensor, query_start_loc: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
+    """What the kernel that ends the block adds up, and tokens per expert."""
     config, experts = layer.config, layer.experts
     top_k = config.top_k
     block_p = moe.block_slots(hidden_TE.shape[0], num_experts=config.num_experts, top_k=top_k)
@@ -162,8 +187,7 @@ def _compute_by_kernels(
     shared_TE = shared_gate_T1 = None
     if layer.shared is not None and layer.shared_gate is not None:
         shared_TE, shared_gate_T1 = layer.shared.fused(hidden_TE), _product(layer.shared_gate, hidden_TE)
-    combine_experts(by_slot_PE, query_start_loc, shared_TE, shared_gate_T1, out_TE)
-    return counts_N
+    return (by_slot_PE, query_start_loc, shared_TE, shared_gate_T1), counts_N
 
 
 def _compute_by_torch(

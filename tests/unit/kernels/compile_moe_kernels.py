@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from compile_fused_kernels import compile_launch
 
-from gapless.kernels import moe, moe_jit
+from gapless.kernels import moe, moe_jit, moe_sum, moe_sum_jit
 
 NUM_EXPERTS, TOP_K, HIDDEN, SIZE = 128, 8, 2048, 768
-CASES = ((torch.bfloat16, 1), (torch.float16, 32), (torch.bfloat16, 2048))
+CASES = ((torch.bfloat16, 1), (torch.float16, 32), (torch.bfloat16, 2048), (torch.float32, 256))
 
 
 class CompilingKernels:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
     def __getattr__(self, name: str) -> Any:
-        return Launcher(getattr(moe_jit, name))
+        return Launcher(getattr(self.source, name))
 
 
 class Launcher:
@@ -33,15 +36,22 @@ class Launcher:
         ) -> None:
             assert launch_pdl
             report = compile_launch(self.kernel, args, constants, num_warps, num_stages)
-            described = {"kernel": self.kernel.__name__, "block_p": constants.get("BLOCK_P"), "grid": grid}
+            described = {
+                "kernel": self.kernel.__name__,
+                "dtype": str(args[0].dtype),
+                "block_p": constants.get("BLOCK_P"),
+                "grid": grid,
+            }
             print(json.dumps({**described, **report}))
 
         return launch
 
 
 def main() -> None:
-    moe._kernels = CompilingKernels  # type: ignore[assignment]
-    moe.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}
+    for module, source in ((moe, moe_jit), (moe_sum, moe_sum_jit)):
+        kernels = CompilingKernels(source)
+        module._kernels = lambda kernels=kernels: kernels  # type: ignore[attr-defined]
+        module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu" if len(shape) < 3 else "meta")
@@ -58,14 +68,20 @@ def main() -> None:
             (down, weights, HIDDEN, False),
         ):
             tiles = moe.choose_tiles(
-                num_tokens, num_experts=NUM_EXPERTS, top_k=TOP_K, num_out=num_out, is_gate_up=is_gate_up
+                num_tokens,
+                num_experts=NUM_EXPERTS,
+                top_k=TOP_K,
+                num_out=num_out,
+                is_gate_up=is_gate_up,
+                itemsize=dtype.itemsize,
             )
             rows = x if is_gate_up else empty(num_tokens * TOP_K, SIZE, dtype=dtype)
             result = empty(num_tokens * TOP_K, num_out, dtype=dtype)
             moe.launch_expert_product(rows, weight, slots, blocks, scales, result, tiles, top_k=TOP_K)
         by_slot = empty(num_tokens * TOP_K, HIDDEN, dtype=dtype)
-        moe.combine_experts(by_slot, real, None, None, out)
-        moe.combine_experts(by_slot, real, x, empty(num_tokens, 1, dtype=dtype), out)
+        moe_sum.combine_experts(by_slot, real, None, None, out)
+        moe_sum.combine_experts(by_slot, real, x, empty(num_tokens, 1, dtype=dtype), out)
+        moe_sum.combine_add_rms_norm(by_slot, real, None, None, x, empty(HIDDEN, dtype=dtype), 1e-6)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Without a GPU the fused kernels run under Triton's interpreter, chosen before they are imported.
 
 The interpreter of Triton 3.6 cuts bfloat16 results off instead of rounding them to nearest even, as the
-hardware and PyTorch do, and multiplies tiles of bfloat16 by their bit patterns; both are mended here.
+hardware and PyTorch do, multiplies tiles of bfloat16 by their bit patterns, and with NumPy >= 2.4 fails at
+``range`` over a scalar; all are mended here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ if not torch.cuda.is_available():
         )
         return _dot(self, left, right, *rest)
 
+    _patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def _patch_with_scalar_index(tensor: Any, scope: Any) -> None:
+        _patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_with_scalar_index
     interpreter.InterpreterBuilder.cast_impl = _cast_rounding
     interpreter.InterpreterBuilder.create_dot = _dot_widening
 

@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-KERNELS = {"route_kernel", "group_kernel", "expert_product_kernel", "combine_kernel"}
+KERNELS = {
+    "route_kernel", "group_kernel", "expert_product_kernel", "combine_kernel", "combine_norm_kernel",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +35,17 @@ def reports() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles_and_fits_a_processor(reports: list[dict[str, Any]]) -> None:
     assert {report["kernel"] for report in reports} == KERNELS
-    assert {report["block_p"] for report in reports} == {16, 128, None}
+    assert {report["block_p"] for report in reports} == {16, 32, 128, None}
     assert max(report["shared_bytes"] for report in reports) <= 227 * 1024
 
 
-def test_nothing_is_read_or_written_before_the_kernel_ahead_has_ended(reports: list[dict[str, Any]]) -> None:
+def test_only_weights_of_a_norm_are_read_before_the_kernel_ahead_has_ended(
+    reports: list[dict[str, Any]],
+) -> None:
     for report in reports:
         assert report["waits"], report
-        assert (report["loads_before_wait"], report["stores_before_wait"]) == (0, 0), report
+        assert report["stores_before_wait"] == 0, report
+        assert (report["loads_before_wait"] > 0) == (report["kernel"] == "combine_norm_kernel"), report
 
 
 def test_weights_go_to_shared_memory_16_bytes_at_a_time_and_products_to_the_tensor_cores(
@@ -49,4 +54,5 @@ def test_weights_go_to_shared_memory_16_bytes_at_a_time_and_products_to_the_tens
     for report in reports:
         if report["kernel"] == "expert_product_kernel":
             assert report["wide_copies"] > 0, report
-            assert report["tensor_core_products"] > 0, report
+            is_exact = report["dtype"] == "torch.float32"  # which the tensor cores are not
+            assert is_exact or report["tensor_core_products"] > 0, report

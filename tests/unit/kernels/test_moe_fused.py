@@ -63,7 +63,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_layers(changes: dict[str, Any], dtype: torch.dtype, *, fused: bool) -> tuple[Tensor, Tensor, Decoder]:
+def run_layers(
+    changes: dict[str, Any], dtype: torch.dtype, *, fused: bool, is_break: bool = False
+) -> tuple[Tensor, Tensor, Decoder]:
     """Hidden states of a padded batch: of the real tokens, and what the mixture of the last layer makes of
     NaN-poisoned padding."""
     config = parse_config({**CONFIG, **changes}, source="test")
@@ -72,6 +74,7 @@ def run_layers(changes: dict[str, Any], dtype: torch.dtype, *, fused: bool) -> t
     for layer in model.expert_layers().values():
         layer.router.weight.mul_(50)  # apart from each other, so that rounding moves no choice
         layer.start_counting()
+        layer.is_break = is_break
     batch = make_batch(
         [(0, 5), (7, 1), (0, 0), (3, 2)], num_heads=4, num_kv_heads=2, head_size=8, pad_tokens=2, dtype=dtype
     )
@@ -105,6 +108,19 @@ def test_fused_layers_equal_the_torch_path_and_padding_reaches_no_expert(
     assert counts[0] == counts[1]
     assert {sum(layer) for layer in counts[0][:-1]} <= {8 * 2}
     assert sum(counts[0][-1]) == 2 * 8 * 2, "the last one ran twice"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_a_block_that_ends_in_the_next_norm_gives_the_bits_of_one_that_cannot(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, _, model = run_layers(FAMILIES[family], torch.bfloat16, fused=True, is_break=True)
+    monkeypatch.setattr(moe, "_compute", lambda *args: pytest.fail("not joined"))
+    monkeypatch.setattr(moe.MixtureOfExperts, "fused", lambda self, hidden: hidden)
+    joined, _, same = run_layers(FAMILIES[family], torch.bfloat16, fused=True)
+    assert torch.equal(joined, apart)
+    first, again = (m.expert_layers()[0].counts_N for m in (model, same))
+    assert torch.equal(first, again)
 
 
 def test_graphs_of_the_kernels_equal_padded_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

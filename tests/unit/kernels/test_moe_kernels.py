@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gapless.kernels import moe
+from gapless.kernels import moe, moe_sum
+from gapless.kernels.norm import fused_add_rms_norm
 from moe_oracles import Case, make_inputs, mixture, mixture_oracle, route, route_oracle
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu covers the compiled kernels")
@@ -162,7 +163,7 @@ def test_shared_results_are_added_under_their_gate_but_not_to_padding() -> None:
     by_slot[6:] = shared[3] = gate[3] = torch.nan
     out = torch.full((4, 20), torch.nan)
     with torch.no_grad():
-        moe.combine_experts(by_slot, torch.tensor([0, 3], dtype=torch.int32), shared, gate, out)
+        moe_sum.combine_experts(by_slot, torch.tensor([0, 3], dtype=torch.int32), shared, gate, out)
     expected = by_slot.view(4, 2, 20).sum(1) + gate.sigmoid() * shared
     torch.testing.assert_close(out[:3], expected[:3])
     assert (out[3] == 0).all()
@@ -176,3 +177,66 @@ def test_blocks_of_qwen3_30b_grow_with_the_tokens(num_tokens: int, rows: int) ->
         busy = min(num_tokens * 8, 128)
         assert busy * -(-num_out // tiles.block_o) >= 132, "a program for every multiprocessor"
         assert tiles.block_p == rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_sum_and_norm_in_one_kernel_are_the_bits_of_two(dtype: torch.dtype, has_shared: bool) -> None:
+    """Rows 0 and 4 are padding; the residual lies in wider rows."""
+    by_slot, weight = torch.randn(15, 20, dtype=dtype), torch.randn(20, dtype=dtype)
+    residual = torch.randn(5, 2, 20, dtype=dtype)[:, 1]
+    shared, gate = torch.randn(5, 20, dtype=dtype), torch.randn(5, 1, dtype=dtype)
+    for row in (0, 4):
+        by_slot[3 * row : 3 * row + 3] = shared[row] = gate[row] = torch.nan
+    terms = (
+        by_slot,
+        torch.tensor([1, 3, 4, 4], dtype=torch.int32),
+        *((shared, gate) if has_shared else (None, None)),
+    )
+    update = torch.full((5, 20), torch.nan, dtype=dtype)
+    with torch.no_grad():
+        moe_sum.combine_experts(*terms, update)
+        expected = fused_add_rms_norm(update, residual, weight, 1e-6)
+        found = moe_sum.combine_add_rms_norm(*terms, residual, weight, 1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(found[0][0::4], residual[0::4])
+
+
+@pytest.mark.parametrize("is_gate_up", [True, False])
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_the_order_of_programs_changes_no_bit(group: int, is_gate_up: bool, poisoned_memory: None) -> None:
+    """Seven blocks, some empty, and three tiles of features."""
+    case = Case(num_tokens=40, num_experts=3, top_k=2, hidden=40, size=40, real=(1, 39))
+    inputs = make_inputs(case)
+    limits, block_p = inputs.query_start_loc, 16
+    weights, _, slots, blocks, _ = moe.route_tokens(inputs.logits_TN, limits, 2, True, block_p)
+    assert blocks.shape[0] == 7
+    act = torch.randn(80, 40)
+    found = []
+    for each in (1, group):
+        tiles = moe.ExpertTiles(
+            block_p=block_p, block_o=16, block_i=32, weights_left=False, num_warps=4, num_stages=2, group=each
+        )
+        out = torch.full((80, 40), -7.0)
+        source, matrix = (inputs.x_TE, inputs.gate_up_NOE) if is_gate_up else (act, inputs.down_NEF)
+        scales = None if is_gate_up else weights
+        moe.launch_expert_product(source, matrix, slots, blocks, scales, out, tiles, top_k=2)
+        found.append(out)
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
+    assert (found[0] != -7.0).any(1).sum() == 76, "the slots of real rows"
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 4), (60, 4), (64, 8), (128, 8), (512, 10)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 33, 70])
+def test_routing_of_published_shapes(num_tokens: int, num_experts: int, top_k: int) -> None:
+    real = (min(1, num_tokens - 1), num_tokens)
+    case = Case(num_tokens=num_tokens, num_experts=num_experts, top_k=top_k, hidden=1, size=1, real=real)
+    check_routing(case, route(case, inputs := make_inputs(case)), inputs.logits_TN)
+
+
+def test_weights_are_taken_once_per_group_where_experts_fill_many_blocks() -> None:
+    """Mixtral 8x22B: an expert is larger than the second-level cache."""
+    sizes = {"num_experts": 8, "top_k": 2, "num_out": 16384, "is_gate_up": True}
+    assert moe.choose_tiles(2048, **sizes).group > 1
+    assert moe.choose_tiles(256, **sizes).group == 1

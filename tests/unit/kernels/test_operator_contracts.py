@@ -106,7 +106,16 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
     ),
     "combine_experts": (
         combine_experts,
-        lambda rows, t: (torch.randn(2 * t, 16), LIMITS, torch.randn(t, 16), rows(t, 1), torch.zeros(t, 16)),
+        lambda rows, t: (
+            torch.randn(2 * t, 16), LIMITS, torch.randn(t, 16), torch.randn(t, 1), torch.zeros(t, 16),
+        ),
+    ),
+    "combine_add_rms_norm": (
+        combine_add_rms_norm,
+        lambda rows, t: (
+            torch.randn(2 * t, 16), LIMITS, torch.randn(t, 16), torch.randn(t, 1), rows(t, 16),
+            torch.randn(16), 1e-5,
+        ),
     ),
     "add_interpolated": (
         add_interpolated,
