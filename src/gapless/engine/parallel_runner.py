@@ -9,8 +9,9 @@ with ``RankError`` instead of waiting. Read ``step_mirror.py`` for what is told.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gapless.engine.graph_set import GraphSet
@@ -42,6 +43,8 @@ class ParallelRunner:
         self.vocab_size = runner.vocab_size
         self.max_steps_ahead = runner.max_steps_ahead
         self.media = runner.media
+        # For an engine that is forgotten, or a program that ends, without a shutdown.
+        self._leave = weakref.finalize(self, _leave, workers, group)
 
     @property
     def graphs(self) -> GraphSet:
@@ -122,9 +125,7 @@ class ParallelRunner:
             self._workers.send(None)  # they wait for us where the group ends
         if not is_broken or self._group.torch_device.type == "cpu":
             self.inner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
-        self._group.close()
-        forget_group(self._group)
-        self._workers.close()
+        self._leave()
 
     @contextmanager
     def _together(self, batch: ScheduledBatch) -> Iterator[None]:
@@ -139,6 +140,16 @@ class ParallelRunner:
             name = type(error).__name__
             self._workers.fail(RankError(f"rank 0 failed in step {batch.step_id}: {name}: {error}"))
             raise
+
+
+def _leave(workers: Workers, group: RankGroup) -> None:
+    """Leave the group and end the other ranks, which leave it at the same time."""
+    if workers.failure is None:
+        with suppress(GaplessError):  # of one that goes just now
+            workers.send(None)
+    group.close()
+    forget_group(group)
+    workers.close()
 
 
 class _ParallelStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import rank_faults
+import torch.distributed as dist
 from forked_ranks import OPTIONS, forked, greedy, is_alive, open_llm, tokens_of, write_model
 
 from gapless import LLM
@@ -205,6 +207,15 @@ def test_ranks_end_with_the_first_and_need_no_main_guard(source):
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert_gone([int(result.stdout)])
+
+
+def test_an_engine_that_is_forgotten_leaves_no_process(source):
+    llm = open_llm(source, 2, **FEW)
+    pids = llm.runner.worker_pids
+    del llm
+    gc.collect()
+    assert_gone(pids)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
