@@ -48,7 +48,7 @@ def embeds_with_media(
     model: CausalModel, input_ids_T: Tensor, is_media_T: Tensor, embeds_TE: Tensor
 ) -> Tensor:
     """``model.embed(ids)``, and an encoder's row wherever ``is_media`` is set."""
-    return model.merge_media(model.embed(input_ids_T), embeds_TE, is_media_T)
+    return model.embed_with_media(input_ids_T, embeds_TE, is_media_T)
 
 
 def layers_with_media(
@@ -61,6 +61,4 @@ def layers_with_media(
     """``model.layers`` on what ``embeds_with_media`` has made; rows that are no media have no features."""
     if deepstack_TLE is None:
         return model.layers(hidden_TE, positions)
-    # Chosen, not multiplied: what lies in a stale row may be NaN, and NaN times zero is NaN.
-    masked_TLE = torch.where(is_media_T.bool()[:, None, None], deepstack_TLE, 0.0)
-    return model.layers(hidden_TE, positions, masked_TLE.transpose(0, 1))
+    return model.layers(hidden_TE, positions, deepstack_TLE.transpose(0, 1), is_media_T)
