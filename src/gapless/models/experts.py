@@ -39,7 +39,9 @@ class ExpertWeights(nn.Module):
 
     def targets(self, prefix: str, stored: Collection[str]) -> Iterator[tuple[str, WeightTarget]]:
         """``prefix`` is the block's. A file that holds none of the names gets the stacked ones."""
-        if f"{prefix}.experts.0.{self._config.names.gate}.weight" in stored:
+        each = (f"{prefix}.experts.{index}." for index in range(self._config.num_experts))
+        gate = f"{self._config.names.gate}.weight"
+        if any(expert + gate in stored for expert in each):  # the first may be missing, and be told so
             yield from self._targets_of_each(f"{prefix}.experts")
         else:
             yield from self._stacked_targets(f"{prefix}.experts")

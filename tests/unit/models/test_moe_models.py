@@ -181,6 +181,15 @@ def test_both_forms_of_a_checkpoint_give_the_same_model(raw: dict, tmp_path: Pat
         assert torch.equal(parameter, second[name]), name
 
 
+def test_a_file_without_the_first_expert_misses_just_that(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3, each=True)
+    write_config(tmp_path, QWEN3)
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.2.mlp.experts.0." not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"3 tensors are missing .*layers\.2\.mlp\.experts\.0\.gate_proj"):
+        load_model(str(tmp_path), device=CPU)
+
+
 def test_a_missing_or_surplus_expert_is_named(tmp_path: Path) -> None:
     tensors = tensors_of(QWEN3, each=True)
     write_config(tmp_path, QWEN3)
