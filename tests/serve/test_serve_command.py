@@ -73,6 +73,8 @@ def test_what_was_resolved_and_the_plan_are_printed(started):
     assert "key-1" not in text
     assert re.search(r"decode +full, 1, 2(, \d)? requests", text)
     assert "the default mode" in text, "decisions come with their reasons"
+    assert "start-up:" in text
+    assert "gapless.plan" not in text, "the engine's log does not tell it a second time"
 
 
 def test_it_answers_under_its_names_and_asks_for_a_key(started):

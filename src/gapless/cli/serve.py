@@ -278,7 +278,7 @@ def _run(options: ServeOptions) -> int:
         )
         try:
             return run_server(
-                OpenModel(config=options.engine),
+                OpenModel(config=options.engine, logs_plan=False),
                 lambda client: create_app(client, settings, tokenizer, processor),
                 settings,
                 announce,

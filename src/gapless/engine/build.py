@@ -53,6 +53,8 @@ Progress = Callable[[str, int, int], None]
 """Called with a stage name, how much is done and how much there is."""
 
 logger = logging.getLogger(__name__)
+plan_logger = logging.getLogger("gapless.plan")
+"""Of its own, so that whoever shows the plan in another way can silence it."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -223,7 +225,7 @@ class _Build:
             "memory": report_of(estimate, store),
         }
         for line in plan.describe():
-            logger.info(line)
+            plan_logger.info(line)
         logger.info("start-up: %s", ", ".join(f"{n} {s:.1f} s" for n, s in self.seconds.items()))
         return ModelRunner(
             graphs,

@@ -162,8 +162,12 @@ class OpenModel:
 
     config: Any
     """``EngineConfig``; its module is imported where the engine is, not here."""
+    logs_plan: bool = True
+    """False where somebody prints the plan of ``EngineInfo``: several replicas, one plan."""
 
     def __call__(self, progress: ReportProgress) -> ServedEngine:
         from gapless.serve.served_model import open_served_model  # torch, and all it brings
 
+        if not self.logs_plan:
+            logging.getLogger("gapless.plan").setLevel(logging.WARNING)
         return open_served_model(self.config, progress)
