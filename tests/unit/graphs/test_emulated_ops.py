@@ -13,6 +13,7 @@ from torch import Tensor
 from gapless.errors import CaptureError, GraphError
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.device.op_binding import _FAST_FUNCTIONS, out_variant
+from gapless.graphs.device.shapes import ShapeInference
 from gapless.graphs.ops import register_custom_op
 
 
@@ -231,6 +232,20 @@ def test_composite_ops_are_recorded_as_their_parts(device):
     x, w = torch.randn(2, 3, 4), torch.randn(4, 4)
     segment, _ = record(device, lambda: F.linear(x, w))
     assert segment.op_names == ("aten.mm.default",)
+
+
+def test_shapes_are_remembered_where_a_number_is_nan(monkeypatch):
+    """NaN equals nothing, itself included: as part of a key it was a new one with every capture."""
+    device, x, mask = EmulatedDevice(), torch.randn(5), torch.arange(5) > 2
+    infer, asked = ShapeInference._run_fake, []
+    monkeypatch.setattr(
+        ShapeInference, "_run_fake", lambda self, *args: asked.append(1) or infer(self, *args)
+    )
+    for _ in range(3):
+        segment, out = record(device, lambda: x.masked_fill(mask, float("nan")))
+        segment.replay()
+        assert out.isnan().tolist() == mask.tolist()
+    assert len(asked) == 1
 
 
 def test_composite_ops_are_decomposed_in_inference_mode_too(device):

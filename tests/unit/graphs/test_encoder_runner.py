@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -293,6 +295,25 @@ def test_an_encoder_that_raises_at_first_sight_leaves_nothing_behind(monkeypatch
     fails[0] = False
     assert_same(runner.run(items), runner.eager(items))
     assert runner.summary()["captures"] == 1
+
+
+def test_evictions_leave_no_memory_behind() -> None:
+    runner = runner_of(mode="exact", max_graphs=2)
+    items = [rows(length) for length in range(2, 9)]
+
+    def traced_bytes_after(num_runs: int) -> int:
+        for number in range(num_runs):
+            runner.run(items[number % len(items)])
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = traced_bytes_after(35)
+        assert traced_bytes_after(70) - before < 70 * 400
+    finally:
+        tracemalloc.stop()
+    assert runner.summary()["captures"] == 105
 
 
 def test_evicting_by_hand_frees_the_pool_and_results_stay() -> None:

@@ -157,4 +157,6 @@ def _freeze(value: Any) -> Any:
         return (list, *[_freeze(item) for item in value])
     if isinstance(value, dict):
         return (dict, *[(name, _freeze(item)) for name, item in value.items()])
+    if isinstance(value, float) and value != value:
+        return (float, "nan")  # which equals nothing, itself included: it would be a new key each time
     return (type(value), value)  # the type, because 1 == 1.0 == True
