@@ -6,7 +6,13 @@ import enum
 from dataclasses import dataclass
 
 from gapless.errors import ConfigError
-from gapless.graphs.encoder_budgets import DEFAULT_SMALLEST, budget_ladder, ceil_to, normalise_budgets
+from gapless.graphs.encoder_budgets import (
+    DEFAULT_FINE_FROM,
+    DEFAULT_SMALLEST,
+    budget_ladder,
+    ceil_to,
+    normalise_budgets,
+)
 
 
 class EncoderMode(enum.StrEnum):
@@ -33,7 +39,8 @@ class EncoderFallback(enum.StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderOptions:
     """``max_tokens`` is the largest run in a graph: the largest budget of budget mode, ``max_content_len`` of
-    exact mode. ``budgets`` is an explicit list instead of the ladder that starts at ``smallest_budget``.
+    exact mode. ``budgets`` is an explicit list instead of the ladder that starts at ``smallest_budget``,
+    doubles, and from ``fine_from`` on also has the size halfway to the next (None: it only doubles).
     ``max_graphs`` and ``max_bytes`` (of the pool) bound the graphs of either mode: exact ones are evicted,
     budgets that do not fit are given up, the largest first. Raises ``ConfigError``.
     """
@@ -41,6 +48,7 @@ class EncoderOptions:
     mode: EncoderMode = EncoderMode.BUDGET
     max_tokens: int = 8192
     smallest_budget: int = DEFAULT_SMALLEST
+    fine_from: int | None = DEFAULT_FINE_FROM
     budgets: tuple[int, ...] | None = None
     max_graphs: int = 64
     max_bytes: int = 1 << 30
@@ -49,6 +57,8 @@ class EncoderOptions:
         for name in ("max_tokens", "smallest_budget", "max_graphs", "max_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} of encoder graphs must be positive")
+        if self.fine_from is not None and self.fine_from <= 0:
+            raise ConfigError(f"fine_from={self.fine_from} of encoder graphs must be positive, or None")
         if self.budgets is not None and self.mode is not EncoderMode.BUDGET:
             raise ConfigError(f"budgets={self.budgets} mean nothing in encoder mode {self.mode}")
 
@@ -63,7 +73,9 @@ class EncoderOptions:
             ladder = normalise_budgets(self.budgets, granule=granule)
         else:
             smallest = min(self.smallest_budget, self.max_tokens)
-            ladder = budget_ladder(smallest=smallest, largest=self.max_tokens, granule=granule)
+            ladder = budget_ladder(
+                smallest=smallest, largest=self.max_tokens, granule=granule, fine_from=self.fine_from
+            )
         if len(ladder) > self.max_graphs:
             raise ConfigError(
                 f"{len(ladder)} token budgets exceed max_graphs={self.max_graphs}; raise it, or start at a "

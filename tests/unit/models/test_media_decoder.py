@@ -80,14 +80,14 @@ class Case:
             torch.randint(300, (3, NUM_TOKENS), generator=generator, dtype=torch.int32),
             media_TE,
             is_media_T,
-            features_LTE * is_media_T[None, :, None],
+            torch.where(is_media_T.bool()[None, :, None], features_LTE, torch.nan),
         ]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         ids_T, positions_3T, media_TE, is_media_T, features_LTE = inputs
-        hidden_TE = self.model.merge_media(self.model.embed(ids_T), media_TE, is_media_T)
+        hidden_TE = self.model.embed_with_media(ids_T, media_TE, is_media_T)
         has_features = features_LTE.shape[0] > 0
-        return self.model.layers(hidden_TE, positions_3T, features_LTE if has_features else None)
+        return self.model.layers(hidden_TE, positions_3T, features_LTE if has_features else None, is_media_T)
 
     def run(self, *inputs: Tensor) -> Tensor:
         with torch.no_grad(), self.step():
@@ -179,6 +179,7 @@ def test_rows_that_are_no_media_are_chosen_away_whatever_they_hold() -> None:
 def test_features_are_added_behind_their_layer_and_none_costs_nothing(fused: bool) -> None:
     case = Case("qwen3_vl", fused=fused)
     ids_T, positions_3T, *_, features_LTE = case.inputs
+    features_LTE = features_LTE.nan_to_num(0.5)
     with torch.no_grad(), case.step():
         hidden_TE = case.model.embed(ids_T)
         counts, outs = [], []
@@ -186,9 +187,40 @@ def test_features_are_added_behind_their_layer_and_none_costs_nothing(fused: boo
             with Recorder() as recorder:
                 outs.append(case.model.layers(hidden_TE, positions_3T, features))
             counts.append(recorder.names.count("aten::add.Tensor"))
-    assert torch.equal(outs[0], outs[1])
+    torch.testing.assert_close(outs[0], outs[1])
     assert not torch.equal(outs[2], outs[3])
-    assert [count - counts[0] for count in counts] == [0, 2, 1, 2]
+    assert [count - counts[0] for count in counts] == ([0] * 4 if fused else [0, 2, 1, 2])
+
+
+def test_media_cost_a_fused_step_no_kernel() -> None:
+    """As many with an image as with text alone, and one for positions on three axes."""
+    case = Case("qwen3_vl", fused=True)
+    ids_T, positions_3T = case.inputs[:2]
+    counts = []
+    for has_media in (False, True):
+        with torch.no_grad(), case.step(), Recorder() as recorder:
+            if has_media:
+                case.forward(*case.inputs)
+            else:
+                case.model.layers(case.model.embed(ids_T), positions_3T)
+        kernels = [name for name in recorder.names if not is_view(name)]
+        counts.append(len(kernels))
+        assert kernels.count("gapless::axis_rows") == 1
+    assert counts[0] == counts[1]
+
+
+def is_view(name: str) -> bool:
+    operator = name.removeprefix("aten::").partition(".")[0]
+    return operator in (
+        "view",
+        "slice",
+        "select",
+        "transpose",
+        "unsqueeze",
+        "empty",
+        "new_empty",
+        "_unsafe_view",
+    )
 
 
 @pytest.mark.parametrize(("family", "fused"), [("qwen2_5_vl", False), ("qwen3_vl", True)])
