@@ -10,6 +10,7 @@ from many threads: nothing here is shared. Read ``loading.py`` for where bytes c
 from __future__ import annotations
 
 import io
+import math
 import struct
 
 import numpy as np
@@ -38,6 +39,7 @@ _PLUGINS = (
     WebPImagePlugin,
 )
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_PIXELS_AT_ONCE = 1 << 20
 _ORIENTATION_TAG = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -167,17 +169,21 @@ def _as_bytes(values_HW: np.ndarray, name: str) -> np.ndarray:
     255 grey values; of any other range the lowest becomes black and the highest white.
     """
     is_float = values_HW.dtype.kind == "f"
-    grey_HW = values_HW.astype(np.float64)
-    if not np.isfinite(grey_HW).all():
+    low, high = float(values_HW.min()), float(values_HW.max())
+    if not (math.isfinite(low) and math.isfinite(high)):  # NaN anywhere makes both NaN
         raise RequestError(f"{name}: it has pixels that are not finite numbers; save it as 8-bit RGB")
-    low, high = float(grey_HW.min()), float(grey_HW.max())
     if low < 0 or high > (255 if is_float else 65535):
-        grey_HW = (grey_HW - low) * (255 / (high - low)) if high > low else np.zeros_like(grey_HW)
-    elif not is_float:
-        grey_HW = grey_HW / 257
-    elif high <= 1:
-        grey_HW = grey_HW * 255
-    return np.rint(grey_HW).astype(np.uint8)
+        first, scale = low, 255 / (high - low) if high > low else 0.0
+    elif is_float:
+        first, scale = 0.0, 255.0 if high <= 1 else 1.0
+    else:
+        first, scale = 0.0, 1 / 257
+    grey_HW = np.empty(values_HW.shape, np.uint8)
+    rows = max(1, _PIXELS_AT_ONCE // values_HW.shape[1])
+    for start in range(0, len(values_HW), rows):  # a file of a few kilobytes may hold 64 million pixels
+        band = slice(start, start + rows)
+        grey_HW[band] = np.rint((values_HW[band].astype(np.float64) - first) * scale)
+    return grey_HW
 
 
 def _line(error: BaseException) -> str:

@@ -25,9 +25,8 @@ class FrameEncoder:
         self._arrays: list[memoryview] = []
 
     def encode(self, message: msgspec.Struct) -> list[Frame]:
+        self._arrays = []  # of a message that could not be encoded
         head = self._encoder.encode(message)
-        if not self._arrays:
-            return [head]
         arrays, self._arrays = self._arrays, []
         return [head, *arrays]
 

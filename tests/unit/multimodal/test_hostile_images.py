@@ -60,6 +60,22 @@ def test_sixteen_bits_are_scaled_not_cut(stored, expected):
     assert (decoded(image) == expected).all()
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_many_wide_pixels_are_scaled_a_few_at_a_time(dtype):
+    """A file of a few kilobytes may hold 64 million; as float64, several times over, they were gigabytes."""
+    values = np.arange(3000 * 1000, dtype=np.uint32).reshape(3000, 1000) % 65536
+    image = Image.fromarray(values.astype(dtype))
+    tracemalloc.start()
+    try:
+        found = to_rgb(image)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * values.size
+    factor = 257 if dtype is np.uint16 else 65535 / 255
+    assert (np.asarray(found)[:, :, 0] == np.rint(values / factor)).all()
+
+
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [(0.0, 1.0, (0, 255)), (0.0, 200.0, (0, 200)), (-5.0, 5.0, (0, 255)), (0.0, 1e6, (0, 255))],

@@ -88,6 +88,18 @@ def test_what_is_no_array_is_not_sent():
         FrameEncoder().encode(request("a", params={"x": object()}))
 
 
+def test_a_message_that_cannot_be_sent_leaves_no_frames_for_the_next():
+    encoder = FrameEncoder()
+    with pytest.raises(NotImplementedError):
+        encoder.encode(request("a", params={"x": np.zeros(3), "y": object()}))
+    assert len(encoder.encode(request("b"))) == 1
+    same(FrameDecoder(ToEngine).decode(*_split(encoder.encode(sent := request("c", media=media())))), sent)
+
+
+def _split(frames: list) -> tuple:
+    return frames[0], frames[1:]
+
+
 @pytest.fixture
 def wire():
     addresses = Addresses.make()
