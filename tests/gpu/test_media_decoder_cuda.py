@@ -98,7 +98,7 @@ class Step:
             layer.bind(backend or TorchReferenceBackend(), k_cache, v_cache)
 
     def inputs(self, *, seed: int) -> list[Tensor]:
-        """Token ids, positions, media rows (NaN where there are none), which rows are media, features."""
+        """Token ids, positions, media rows, which rows are media, features; NaN where there are none."""
         info, generator = self.model.info, torch.Generator().manual_seed(seed)
         is_media_T = (torch.rand(NUM_TOKENS, generator=generator) < 0.5).int()
         media_TE = torch.randn(NUM_TOKENS, info.hidden_size, generator=generator)
@@ -108,14 +108,14 @@ class Step:
             torch.randint(4000, (3, NUM_TOKENS), generator=generator, dtype=torch.int32),
             media_TE.masked_fill(is_media_T[:, None] == 0, torch.nan).bfloat16(),
             is_media_T,
-            (features_LTE * is_media_T[None, :, None]).bfloat16(),
+            features_LTE.masked_fill(is_media_T[None, :, None] == 0, torch.nan).bfloat16(),
         ]
         return [value.to("cuda") for value in values]
 
     def forward(self, ids: Tensor, positions: Tensor, media: Tensor, is_media: Tensor, f: Tensor) -> Tensor:
         dtype = self.model.embedding.dtype
-        hidden_TE = self.model.merge_media(self.model.embed(ids), media.to(dtype), is_media)
-        return self.model.layers(hidden_TE, positions, f.to(dtype) if f.shape[0] else None)
+        hidden_TE = self.model.embed_with_media(ids, media.to(dtype), is_media)
+        return self.model.layers(hidden_TE, positions, f.to(dtype) if f.shape[0] else None, is_media)
 
     def context(self) -> Any:
         return use_forward_context(ForwardContext(batch=self.batch.metadata))
