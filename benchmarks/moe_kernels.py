@@ -30,6 +30,7 @@ from gapless.kernels import moe, moe_sum
 from gapless.kernels.launch import can_compile_ahead, compiling_ahead
 from gapless.kernels.linear_tuner import time_in_graph
 from gapless.kernels.moe import ExpertTiles
+from gapless.kernels.norm import fused_add_rms_norm
 from gapless.models.config import parse_config
 from gapless.models.grouped_experts import choose_experts, grouped_experts
 from gapless.models.moe_config import ExpertConfig
@@ -99,7 +100,7 @@ def measure(
         for gate_up, down in weights
     ]
     is_real_T = torch.ones(num_tokens, dtype=torch.bool, device="cuda")
-    out_TE = torch.empty_like(x_TE)
+    out_TE, norm_E = torch.empty_like(x_TE), torch.ones_like(x_TE[0])
     block_p = moe.block_slots(num_tokens, num_experts=config.num_experts, top_k=config.top_k)
 
     def time_layers(run: Callable[[int, Layer], object]) -> float:
@@ -154,6 +155,12 @@ def measure(
             ),
             "combine": time_layers(
                 lambda i, layer: moe_sum.combine_experts(by_slot[i], limits, None, None, out_TE)
+            ),
+            "add_norm": time_layers(lambda i, layer: fused_add_rms_norm(out_TE, x_TE, norm_E, 1e-6)),
+            "combine_add_norm": time_layers(
+                lambda i, layer: moe_sum.combine_add_rms_norm(
+                    by_slot[i], limits, None, None, x_TE, norm_E, 1e-6
+                )
             ),
         },
     }
@@ -212,9 +219,11 @@ def sweep_tiles(
 def candidates(block_p: int) -> Iterator[ExpertTiles]:
     """Around what the rule gives: a block size more and less, and everything that fits a processor."""
     sizes = sorted({max(block_p // 2, 16), block_p, min(block_p * 2, 128)})
-    for rows, block_o, block_i, stages, warps in itertools.product(
-        sizes, (16, 32, 64, 128), (64, 128), (3, 4, 5), (4, 8)
+    for rows, block_o, block_i, stages, warps, group in itertools.product(
+        sizes, (16, 32, 64, 128), (64, 128), (3, 4, 5), (4, 8), (1, 8)
     ):
+        if group > 1 and rows < 128:
+            continue
         if rows * block_o > 128 * 128 or (warps == 8 and rows * block_o < 64 * 64):
             continue
         if (2 * block_o + rows) * block_i * 2 * (stages - 1) > 200 * 1024:
@@ -226,6 +235,7 @@ def candidates(block_p: int) -> Iterator[ExpertTiles]:
             weights_left=rows <= 32,
             num_warps=warps,
             num_stages=stages,
+            group=group,
         )
 
 

@@ -17,7 +17,8 @@ from gapless.engine.build import OpenedEngine, open_engine
 from gapless.engine.core import EngineCore
 from gapless.engine.outputs import RequestOutput
 from gapless.errors import ModelError
-from gapless.kernels import moe
+from gapless.kernels import moe, moe_sum
+from gapless.kernels.norm import fused_add_rms_norm
 from gapless.models.grouped_experts import choose_experts, grouped_experts
 from gapless.models.moe_config import MOE_OP
 from gapless.sampling.params import SamplingParams
@@ -34,6 +35,8 @@ BATCHES = {
     "prefill": {"num_tokens": 300, "real": (0, 290)},
     "a lot": {"num_tokens": 1500, "real": (100, 1400)},
     "all to one": {"num_tokens": 200, "real": (0, 200), "only_expert": 31},
+    "large experts": {"num_tokens": 64, "real": (0, 60), "num_experts": 8, "top_k": 2, "size": 2048},
+    "groups of blocks": {"num_tokens": 700, "real": (3, 700), "num_experts": 4, "top_k": 2, "size": 520},
     "odd sizes": {"num_tokens": 33, "real": (0, 33), "num_experts": 60, "hidden": 72, "size": 40},
 }
 
@@ -78,6 +81,30 @@ def test_one_graph_serves_every_routing_and_number_of_real_tokens(dtype: torch.d
             getattr(static, name).copy_(getattr(fresh, name))
         graph.replay()
         assert torch.equal(out, mixture(fresh_case, fresh))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2048, 72])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_sum_and_norm_in_one_kernel_are_the_bits_of_two(
+    has_shared: bool, size: int, dtype: torch.dtype
+) -> None:
+    """Cuts and breaks use the two, full graphs the one."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    by_slot, residual, weight = normal(33 * 8, size), normal(33, size), normal(size)
+    shared = (normal(33, size), normal(33, 1)) if has_shared else (None, None)
+    by_slot[: 2 * 8], by_slot[-8:] = torch.nan, torch.nan
+    terms = (by_slot, torch.tensor([2, 5, 32], dtype=torch.int32, device="cuda"), *shared)
+    update = torch.full_like(residual, torch.nan)
+    with torch.no_grad():
+        moe_sum.combine_experts(*terms, update)
+        expected = fused_add_rms_norm(update, residual, weight, 1e-6)
+        found = moe_sum.combine_add_rms_norm(*terms, residual, weight, 1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not update[:2].any()
 
 
 def test_grouped_mm_equals_the_kernels_and_is_captured() -> None:

@@ -137,7 +137,8 @@ def route_tokens(
         chunk_counts = counts_N  # not written
     else:
         chunk_counts = torch.empty((num_chunks, experts_pad), dtype=torch.int32, device=logits_TN.device)
-    fill = next_power_of_2(-(-num_blocks // num_chunks))
+    # At least a warp's worth: then nearly all sizes share a kernel.
+    fill = max(next_power_of_2(-(-num_blocks // num_chunks)), 32)
     sizes = (num_experts, top_k, chunk, block_p, fill, logits_TN.device)
     launch(
         _kernels().route_kernel,

@@ -47,9 +47,8 @@ def route_kernel(
 ):
     """One program per ``CHUNK`` tokens: softmax, the ``TOP_K`` best experts of each, counts per expert.
 
-    Of equal probabilities the lower index wins. A row with a NaN or an
-    infinity gets the first experts and NaN weights, so
-    that its result is NaN. Rows outside ``query_start_loc[0] .. [num_places]`` choose expert ``NUM_EXPERTS``,
+    Of equal probabilities the lower index wins. A row with a NaN or an infinity gets the first experts and
+    NaN weights, so that its result is NaN. Rows outside ``query_start_loc[0] .. [num_places]`` choose expert ``NUM_EXPERTS``,
     with weight 0. With ``IS_ALONE`` there is one chunk, and the program groups it too.
     """
     token_T = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)

@@ -103,8 +103,9 @@ class MixtureOfExperts(nn.Module):
             return None
         query_start_loc = get_forward_context().batch.query_start_loc
         terms, counts_N = _terms_of_sum(self, hidden_TE, query_start_loc)
+        result = combine_add_rms_norm(*terms, residual_TE, norm.weight, norm.eps)
         _count(self, counts_N)
-        return combine_add_rms_norm(*terms, residual_TE, norm.weight, norm.eps)
+        return result
 
     def start_counting(self) -> None:
         """Count tokens per expert from now on; before any capture, for a graph counts or does not."""
