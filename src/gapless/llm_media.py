@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gapless.errors import RequestError
 from gapless.multimodal.items import MediaKind, MediaPrompt
 
@@ -94,13 +92,6 @@ def make_media_prompt(
     return processor.prompt(prompt, images=images, videos=videos, max_tokens=max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Url:
-    """What a part named ``..._url`` holds: only what anybody may name, no path of this machine."""
-
-    text: str
-
-
 def _part(part: Any, name: str, media: Media) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -112,28 +103,31 @@ def _part(part: Any, name: str, media: Media) -> Any:
         url = source.get("url") if isinstance(source, Mapping) else source
         if not isinstance(url, str) or not url:
             raise RequestError(f'{name}: {kind} must be like {{"url": "data:..."}}')
-        source = Url(url)
+        if url[:5].lower() != "data:":  # what anybody may name: no path of this machine, and no web server
+            own = {"image": "'image': a path or a picture", "video": "'video': a path or frames"}
+            raise RequestError(
+                f"{name}: {kind} takes data URLs only, not {url[:40]!r}; what your own program has goes into "
+                f"a part of type {own[_KINDS[kind]]}"
+            )
+        source = url
     media.add(_KINDS[kind], name, source)
     return {"type": _KINDS[kind]}
 
 
 def _open_image(source: Any, name: str) -> Any:
-    from gapless.multimodal.loading import MediaLoader, open_image
+    from gapless.multimodal.loading import open_image
 
-    if isinstance(source, Url):
-        return MediaLoader().image(source.text, name=name)
     return open_image(source, name=name)
 
 
 def _open_video(source: Any, name: str, processor: Processor) -> Any:
-    from gapless.multimodal.loading import MediaLoader, open_video
+    import numpy as np
+
+    from gapless.multimodal.loading import open_video
 
     if isinstance(source, np.ndarray) or hasattr(source, "frames_FHWC"):
         return source  # frames that somebody has decoded
-    choose = processor.sampling().choose
-    if isinstance(source, Url):
-        return MediaLoader().video(source.text, choose, name=name)
-    return open_video(source, choose, name=name)
+    return open_video(source, processor.sampling().choose, name=name)
 
 
 def _token_ids(prompt: Any) -> list[int]:

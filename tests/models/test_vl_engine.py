@@ -299,8 +299,13 @@ def test_unusable_prompts_fail_alone_and_say_why(llm: LLM, prompt: dict[str, Any
     [
         ({"type": "image"}, r"messages\[0\].content\[0\]: a part of type 'image' needs"),
         ({"type": "image_url", "image_url": {}}, r"content\[0\]: image_url must be like"),
-        ({"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}, "image 1: nothing is"),
-        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "image 1: '/etc/passwd' is no URL"),
+        (
+            {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}},
+            r"content\[0\]: image_url takes data URLs only",
+        ),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "'image': a path or a picture"),
+        ({"type": "video_url", "video_url": "file:///etc/passwd"}, "'video': a path or frames"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,x"}}, "image 1: a data URL must begin"),
     ],
 )
 def test_unusable_parts_are_named_by_their_place(llm: LLM, part: dict[str, Any], message: str) -> None:
