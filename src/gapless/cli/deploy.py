@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gapless.cli.defaults import cluster_defaults
 from gapless.cli.options import Command, EngineOptions, expand
 from gapless.config_sources import read_config_file
 from gapless.env import read_env
@@ -31,26 +32,24 @@ class ClusterOptions:
     """Names as in ``RayOptions``, and where to listen."""
 
     replicas: Annotated[
-        str | None, _option("--replicas", help="Engines: N, or MIN..MAX to follow the load (1).", metavar="N")
+        str | None, _option("--replicas", help="Engines: N, or MIN..MAX to follow the load.", metavar="N")
     ] = None
     http_replicas: Annotated[
-        int | None, _option("--http-replicas", help="Processes for HTTP and tokenising (1).")
+        int | None, _option("--http-replicas", help="Processes for HTTP and tokenising.")
     ] = None
     target_ongoing_requests: Annotated[
         int | None,
-        _option("--target-ongoing-requests", help="Requests per engine at which MIN..MAX is content (32)."),
+        _option("--target-ongoing-requests", help="Requests per engine at which MIN..MAX is content."),
     ] = None
     max_ongoing_requests: Annotated[
-        int | None, _option("--max-ongoing-requests", help="Most requests in one engine (256).")
+        int | None, _option("--max-ongoing-requests", help="Most requests in one engine.")
     ] = None
     cpus_per_replica: Annotated[
-        float | None, _option("--cpus-per-replica", help="CPUs that each engine reserves (1).")
+        float | None, _option("--cpus-per-replica", help="CPUs that each engine reserves.")
     ] = None
-    gpus_per_replica: Annotated[
-        int | None, _option("--gpus-per-replica", help="GPUs of each engine (as many as --tp).")
-    ] = None
+    gpus_per_replica: Annotated[int | None, _option("--gpus-per-replica", help="GPUs of each engine.")] = None
     app_name: Annotated[
-        str | None, _option("--app-name", help="The application's name in Ray (gapless).", metavar="NAME")
+        str | None, _option("--app-name", help="The application's name in Ray.", metavar="NAME")
     ] = None
     routing: Annotated[
         str | None,
@@ -60,12 +59,14 @@ class ClusterOptions:
             metavar="NAME",
         ),
     ] = None
-    host: Annotated[str | None, _option("--host", help="Address to listen on (127.0.0.1).")] = None
-    port: Annotated[int | None, _option("--port", help="Port to listen on (8000).")] = None
+    host: Annotated[str | None, _option("--host", help="Address to listen on.")] = None
+    port: Annotated[int | None, _option("--port", help="Port to listen on.")] = None
     address: Annotated[
         str | None,
         _option("--address", help="Of a running cluster, or auto; none: one on this machine.", metavar="A"),
     ] = None
+
+    default_texts = staticmethod(cluster_defaults)
 
     def given(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -19,6 +19,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from gapless.cli.defaults import engine_defaults
+
 _LIST_FLAGS = ("--cuda-graph-bs-prefill", "--cuda-graph-bs-decode", "--vit-cuda-graph-budgets")
 _BACKENDS = "full, breakable, tc_piecewise or disabled."
 
@@ -110,7 +112,7 @@ class EngineOptions:
         bool | None,
         _option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Compute the beginning that prompts share once (on).",
+            help="Compute the beginning that prompts share once.",
             panel="Memory",
         ),
     ] = None
@@ -222,6 +224,8 @@ class EngineOptions:
         ),
     ] = None
 
+    default_texts = staticmethod(engine_defaults)
+
     def given(self) -> dict[str, Any]:
         """The options that were given, as text where they have a grammar of their own."""
         values = {name: value for name, value in _items(self) if value is not None}
@@ -267,6 +271,15 @@ class Command(TyperCommand):
         known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         return super().parse_args(ctx, normalise_args(args, known))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """With the defaults of options that are decided below the command line."""
+        for group in getattr(self.callback, "groups", ()):
+            texts = group.default_texts([field.name for field in dataclasses.fields(group)])
+            for param in self.params:
+                if param.default is None and param.name in texts:
+                    param.show_default = texts[param.name]  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` with each dataclass parameter replaced by that dataclass's fields, for typer to read."""
@@ -290,6 +303,9 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.groups = [  # type: ignore[attr-defined]
+        group for group in groups.values() if hasattr(group, "default_texts")
+    ]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gapless.cli.defaults import server_defaults
 from gapless.cli.options import EngineOptions
 from gapless.cli.progress import show_progress
 from gapless.config_sources import read_config_file
@@ -38,8 +39,8 @@ def _option(*names: str, help: str, metavar: str | None = None, panel: str = "Se
 class ServerOptions:
     """What the HTTP side is told; names as in ``ServerSettings``, or as there aliased."""
 
-    host: Annotated[str | None, _option("--host", help="Address to listen on (127.0.0.1).")] = None
-    port: Annotated[int | None, _option("--port", help="Port to listen on (8000); 0: any free one.")] = None
+    host: Annotated[str | None, _option("--host", help="Address to listen on.")] = None
+    port: Annotated[int | None, _option("--port", help="Port to listen on; 0: any free one.")] = None
     served_model_name: Annotated[
         list[str] | None,
         _option("--served-model-name", help="The model's name for clients; repeatable.", metavar="NAME"),
@@ -56,10 +57,10 @@ class ServerOptions:
     ] = None
     max_queued_requests: Annotated[
         int | None,
-        _option("--max-queued-requests", help="Requests that may wait (1024); more get 429.", panel="Limits"),
+        _option("--max-queued-requests", help="Requests that may wait; more get 429.", panel="Limits"),
     ] = None
     max_body_bytes: Annotated[
-        int | None, _option("--max-body-bytes", help="Largest request body (16 MiB).", panel="Limits")
+        int | None, _option("--max-body-bytes", help="Largest request body.", panel="Limits")
     ] = None
     tool_call_parser: Annotated[
         str | None,
@@ -74,22 +75,22 @@ class ServerOptions:
         _option(
             "--generation-config",
             help="Sampling values of requests that name none: auto (generation_config.json of the model's "
-            "folder), none or vllm, or another folder (auto).",
+            "folder), none or vllm, or another folder.",
             metavar="auto|none|FOLDER",
         ),
     ] = None
-    max_n: Annotated[
-        int | None, _option("--max-n", help="Most choices in one request (128).", panel="Limits")
-    ] = None
+    max_n: Annotated[int | None, _option("--max-n", help="Most choices in one request.", panel="Limits")] = (
+        None
+    )
     drain_seconds: Annotated[
         float | None,
-        _option("--drain-seconds", help="How long requests may go on after SIGTERM (30).", panel="Limits"),
+        _option("--drain-seconds", help="How long requests may go on after SIGTERM.", panel="Limits"),
     ] = None
     health_stale_seconds: Annotated[
         float | None,
         _option(
             "--health-stale-seconds",
-            help="An engine that shows no life for so long makes /health a 503 (30).",
+            help="An engine that shows no life for so long makes /health a 503.",
             panel="Limits",
         ),
     ] = None
@@ -121,27 +122,27 @@ class ServerOptions:
         ),
     ] = None
     max_image_bytes: Annotated[
-        int | None, _option("--max-image-bytes", help="Largest image file (20 MiB).", panel="Images")
+        int | None, _option("--max-image-bytes", help="Largest image file.", panel="Images")
     ] = None
     max_image_pixels: Annotated[
         int | None,
-        _option("--max-image-pixels", help="Most pixels of an image or frame (67108864).", panel="Images"),
+        _option("--max-image-pixels", help="Most pixels of an image or frame.", panel="Images"),
     ] = None
     max_video_bytes: Annotated[
-        int | None, _option("--max-video-bytes", help="Largest video file (256 MiB).", panel="Images")
+        int | None, _option("--max-video-bytes", help="Largest video file.", panel="Images")
     ] = None
     max_video_seconds: Annotated[
-        int | None, _option("--max-video-seconds", help="Longest video (3600).", panel="Images")
+        int | None, _option("--max-video-seconds", help="Longest video.", panel="Images")
     ] = None
     max_video_frames: Annotated[
         int | None,
-        _option("--max-video-frames", help="Most frames taken from a video (768).", panel="Images"),
+        _option("--max-video-frames", help="Most frames taken from a video.", panel="Images"),
     ] = None
     max_decoded_pixels: Annotated[
         int | None,
         _option(
             "--max-decoded-pixels",
-            help="Most pixels of all images and frames of a request (268435456).",
+            help="Most pixels of all images and frames of a request.",
             panel="Images",
         ),
     ] = None
@@ -149,7 +150,7 @@ class ServerOptions:
         int | None,
         _option(
             "--max-media-bytes",
-            help="Prepared images of all requests that wait or run (4 GiB); more get 429.",
+            help="Prepared images of all requests that wait or run; more get 429.",
             panel="Images",
         ),
     ] = None
@@ -157,7 +158,7 @@ class ServerOptions:
         int | None,
         _option(
             "--replicas",
-            help="Engine processes, on GPUs of their own, behind this one address (1).",
+            help="Engine processes, on GPUs of their own, behind this one address.",
             panel="Replicas",
         ),
     ] = None
@@ -174,7 +175,7 @@ class ServerOptions:
         int | None,
         _option(
             "--max-replica-restarts",
-            help="How often in a row a dead replica is started again (5).",
+            help="How often in a row a dead replica is started again.",
             panel="Replicas",
         ),
     ] = None
@@ -204,6 +205,8 @@ class ServerOptions:
             metavar="NAME",
         ),
     ] = None
+
+    default_texts = staticmethod(server_defaults)
 
     def given(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

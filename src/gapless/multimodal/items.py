@@ -10,9 +10,10 @@ number of rows that the encoder makes of it. ``P`` patches, ``C`` values per pat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MediaKind = Literal["image", "video"]
 

@@ -23,7 +23,7 @@ from gapless.sampling.generation_config import read_sampling_defaults
 from gapless.serve.media_options import parse_per_prompt
 from gapless.serve.settings import ServerSettings
 
-_SERVER_ALIASES = {
+SERVER_ALIASES = {
     "served_model_name": "served_model_names",
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
@@ -81,12 +81,12 @@ def resolve_options(
 
 
 def _server_field(key: str) -> str | None:
-    name = _SERVER_ALIASES.get(key, key)
+    name = SERVER_ALIASES.get(key, key)
     return name if name in _SERVER_FIELDS else None
 
 
 def _check_known(name: str, key: str) -> None:
-    known = {*ENGINE_FIELDS, *GRAPH_FIELDS, *ALIASES, "compilation_config", *_SERVER_FIELDS, *_SERVER_ALIASES}
+    known = {*ENGINE_FIELDS, *GRAPH_FIELDS, *ALIASES, "compilation_config", *_SERVER_FIELDS, *SERVER_ALIASES}
     if key in known:
         return
     close = difflib.get_close_matches(key, known, n=1)

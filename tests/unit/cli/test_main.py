@@ -48,7 +48,7 @@ def test_unknown_command_is_one_sentence(capsys):
     [
         (["generat"], "gapless"),
         (["generate", "--promt", "x"], "gapless generate"),
-        (["serve", "smollm2"], "gapless serve"),
+        (["serve", "smollm2", "--prot", "0"], "gapless serve"),
         (["bench"], "gapless bench"),
         (["bench", "serve", "--num-prompts", "0"], "gapless bench serve"),
     ],

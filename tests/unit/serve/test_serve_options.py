@@ -18,7 +18,7 @@ from gapless.config import ENGINE_FIELDS, GRAPH_FIELDS
 from gapless.env import Env, read_env
 from gapless.errors import ConfigError
 from gapless.launch_server import main as launch_server
-from gapless.serve.options import _SERVER_ALIASES, _SERVER_FIELDS, resolve_options
+from gapless.serve.options import _SERVER_FIELDS, SERVER_ALIASES, resolve_options
 from gapless.serve.settings import ServerSettings
 
 
@@ -400,7 +400,7 @@ SERVER_CASES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "text", "expected"), [(n, *v) for n, v in SERVER_CASES.items()], ids=str)
 def test_every_flag_of_the_http_side_reaches_its_settings(monkeypatch, name, text, expected):
-    field = _SERVER_ALIASES.get(name, name)
+    field = SERVER_ALIASES.get(name, name)
     for flag in ("--" + name, "--" + name.replace("_", "-")):
         options = resolved(monkeypatch, launch_server, ["--model", "m", flag, text])
         assert getattr(options.server, field) == expected
@@ -417,7 +417,7 @@ def test_the_flags_of_the_http_side_are_all_tried(monkeypatch, tmp_path):
     assert (options.server.ssl_certfile, options.server.ssl_keyfile) == tuple(map(str, certificate.values()))
     tried = {*SERVER_CASES, *certificate, "enable_cache_reset"}
     assert tried == {field.name for field in dataclasses.fields(ServerOptions)}
-    assert {_SERVER_ALIASES.get(name, name) for name in tried} == set(_SERVER_FIELDS)
+    assert {SERVER_ALIASES.get(name, name) for name in tried} == set(_SERVER_FIELDS)
 
 
 def test_a_certificate_that_is_none_is_found_out_before_the_engine_starts(tmp_path, capsys):
