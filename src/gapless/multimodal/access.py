@@ -173,7 +173,7 @@ def read_data_url(url: str, *, kind: str, max_bytes: int, name: str) -> bytes:
     if num_chars // 4 * 3 > max_bytes + 2:
         raise RequestError(
             f"{name}: it has {num_chars // 4 * 3} bytes, the limit is {max_bytes}; send a smaller file, or "
-            f"raise --max-{kind}-bytes"
+            f"raise the server's --max-{kind}-bytes"
         )
     try:
         data = base64.b64decode(url[match.end() :].encode("ascii"), validate=True)

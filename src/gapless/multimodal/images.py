@@ -65,7 +65,7 @@ def decode_image(data: bytes, *, limits: MediaLimits = DEFAULT_LIMITS, name: str
     if len(data) > limits.max_image_bytes:
         raise RequestError(
             f"{name}: it has {len(data)} bytes, the limit is {limits.max_image_bytes}; send a smaller file, "
-            "or raise --max-image-bytes"
+            "or raise the server's --max-image-bytes"
         )
     with _opened(data, name) as image:
         _check_size(image.size, limits, name)
@@ -137,7 +137,7 @@ def _check_size(size: tuple[int, int], limits: MediaLimits, name: str) -> None:
 def _too_many_pixels(name: str, size: tuple[int, int], limits: MediaLimits) -> RequestError:
     return RequestError(
         f"{name}: it is {size[0]} x {size[1]} pixels, the limit is {limits.max_image_pixels} in all; scale "
-        "it down, or raise --max-image-pixels"
+        "it down, or raise the server's --max-image-pixels"
     )
 
 

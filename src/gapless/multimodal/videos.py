@@ -62,7 +62,7 @@ def decode_video(
     if len(data) > limits.max_video_bytes:
         raise RequestError(
             f"{name}: it has {len(data)} bytes, the limit is {limits.max_video_bytes}; send a smaller file, "
-            "or raise --max-video-bytes"
+            "or raise the server's --max-video-bytes"
         )
     try:
         facts = _survey(data, limits, name)
@@ -110,7 +110,7 @@ def _survey(data: bytes, limits: MediaLimits, name: str) -> VideoFacts:
         if seconds > limits.max_video_seconds:
             raise RequestError(
                 f"{name}: it lasts {seconds:.0f} seconds, the limit is {limits.max_video_seconds}; cut "
-                "it, or raise --max-video-seconds"
+                "it, or raise the server's --max-video-seconds"
             )
         return VideoFacts(num_frames=num_packets, fps=fps)
 
@@ -122,7 +122,7 @@ def _checked(chosen: Sequence[int], facts: VideoFacts, limits: MediaLimits, name
     if len(indices) > limits.max_video_frames:
         raise RequestError(
             f"{name}: {len(indices)} frames would be taken of it, the limit is {limits.max_video_frames}; "
-            "sample fewer (fps or num_frames), or raise --max-video-frames"
+            "sample fewer (fps or num_frames), or raise the server's --max-video-frames"
         )
     return indices
 
@@ -198,7 +198,7 @@ def _check_frame_size(width: int, height: int, limits: MediaLimits, name: str) -
     if width * height > limits.max_image_pixels:
         raise RequestError(
             f"{name}: its frames are {width} x {height} pixels, the limit is {limits.max_image_pixels} in "
-            "all; scale it down, or raise --max-image-pixels"
+            "all; scale it down, or raise the server's --max-image-pixels"
         )
     if max(width, height) > limits.max_aspect_ratio * min(width, height):
         raise RequestError(
@@ -213,7 +213,7 @@ def _check_total(size: tuple[int, int], num_frames: int, limits: MediaLimits, na
         raise RequestError(
             f"{name}: {num_frames} frames of {size[0]} x {size[1]} have {total} pixels, the limit is "
             f"{limits.max_decoded_pixels}; scale it down, cut it, sample fewer frames, or raise "
-            "--max-decoded-pixels"
+            "the server's --max-decoded-pixels"
         )
 
 
