@@ -21,6 +21,7 @@ from gapless.multimodal.loading import MediaLoader
 from gapless.multimodal.opening import open_processor
 from gapless.multimodal.overrides import override
 from gapless.serve.app import create_app
+from gapless.serve.media import MediaDesk
 from gapless.serve.settings import ServerSettings
 from vl_checkpoints import IMAGE_ID, VIDEO_ID, write_vl_folder
 
@@ -252,6 +253,30 @@ def test_what_is_wrong_with_a_part_is_a_400_that_names_it(qwen3, parts, param, m
 
 
 @pytest.mark.parametrize(
+    ("data", "mime"),
+    [
+        (png(1, 1), "image/png"),
+        (png(1, 200), "image/png"),
+        (saved(Image.new("CMYK", (20, 16), (10, 200, 30, 40)), "JPEG"), "image/jpeg"),
+        (saved(Image.fromarray(np.full((9, 9), 30_000, np.uint16))), "image/png"),
+        (saved(Image.new("LA", (12, 12), (9, 128))), "image/png"),
+        (animated("GIF", [(255, 0, 0), (0, 255, 0)]), "image/gif"),
+        (animated("WEBP", [(255, 0, 0), (0, 255, 0)]), "image/webp"),
+    ],
+    ids=["1x1", "1x200", "CMYK", "16-bit", "transparent", "animated-gif", "animated-webp"],
+)
+def test_images_of_every_kind_become_finite_patches_of_their_grid(folder, data, mime):
+    client = make_client()
+    answer = post(make_app(folder, client), CHAT, body("a", ("image", data_url(data, mime))))
+    assert answer.status_code == 200
+    (request,) = client.requests
+    (item,) = request.media.parts
+    assert item.patches_PC.shape[0] == np.prod(item.grid_thw)
+    assert np.isfinite(item.patches_PC).all()
+    assert request.prompt_token_ids.count(IMAGE_ID) == np.prod(item.grid_thw) // 4
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (
@@ -472,6 +497,25 @@ def test_many_requests_at_once_are_all_served(qwen3):
         assert len({r.media.parts[0].content_hash for r in client.requests}) == 12
 
     asyncio.run(scenario())
+
+
+def test_a_flood_of_good_and_broken_images_leaves_nothing_held(qwen3, monkeypatch):
+    desks = []
+    make_desk = MediaDesk.__init__
+    monkeypatch.setattr(
+        MediaDesk, "__init__", lambda self, *a, **k: desks.append(self) or make_desk(self, *a, **k)
+    )
+    broken = ["data:image/png;base64,AAAA", "data:,x", data_url(png(40, 32)[:60]), "file:///etc/passwd"]
+
+    async def scenario():
+        app = make_app(qwen3)
+        parts = [image(16, 16, seed=i) if i % 2 else ("image", broken[i // 2 % 4]) for i in range(50)]
+        connections = [Connection(app, CHAT, json.dumps(body(part)).encode()) for part in parts]
+        await asyncio.wait_for(asyncio.gather(*(c.task for c in connections)), 20)
+        assert [c.sent[0]["status"] for c in connections] == [400, 200] * 25
+
+    asyncio.run(scenario())
+    assert [(desk.num_inside, desk.num_held) for desk in desks] == [(0, 0)]
 
 
 def test_the_same_image_in_another_file_has_the_same_name(qwen3):
