@@ -55,10 +55,13 @@ class EncoderOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "smallest_budget", "max_graphs", "max_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} of encoder graphs must be positive")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"{name}={value!r} of encoder graphs must be a positive number, and whole")
         if self.fine_from is not None and self.fine_from <= 0:
             raise ConfigError(f"fine_from={self.fine_from} of encoder graphs must be positive, or None")
+        if self.budgets is not None and not isinstance(self.budgets, (tuple, list)):
+            raise ConfigError(f"budgets={self.budgets!r} of encoder graphs must be a list of sizes")
         if self.budgets is not None and self.mode is not EncoderMode.BUDGET:
             raise ConfigError(f"budgets={self.budgets} mean nothing in encoder mode {self.mode}")
 

@@ -133,6 +133,19 @@ def test_options_must_be_positive(name) -> None:
         EncoderOptions(**{name: 0})
 
 
+@pytest.mark.parametrize("mode", list(EncoderMode))
+@pytest.mark.parametrize("value", ["8", 10.5, True])
+def test_options_are_whole_numbers_in_every_mode(mode, value) -> None:
+    with pytest.raises(ConfigError, match="max_tokens="):
+        EncoderOptions(mode=mode, max_tokens=value)
+
+
+@pytest.mark.parametrize("budgets", [64, "64,128"])
+def test_budgets_are_a_list(budgets) -> None:
+    with pytest.raises(ConfigError, match="must be a list of sizes"):
+        EncoderOptions(budgets=budgets)
+
+
 def test_a_list_of_budgets_belongs_to_budget_mode() -> None:
     with pytest.raises(ConfigError, match="exact"):
         EncoderOptions(mode=EncoderMode.EXACT, budgets=(64,))
