@@ -19,6 +19,8 @@ from gapless.kernels import (
     activation,
     head,
     jit,
+    layer_norm,
+    layer_norm_jit,
     media,
     media_jit,
     mrope,
@@ -123,18 +125,19 @@ def main() -> None:
         sample: sample_jit,
         penalty: penalty_jit,
     }
-    for module in (media, mrope):
-        module._kernels = lambda: CompilingKernels(media_jit)  # type: ignore[attr-defined]
+    for module, source in {media: media_jit, mrope: media_jit, layer_norm: layer_norm_jit}.items():
+        module._kernels = lambda source=source: CompilingKernels(source)  # type: ignore[attr-defined]
     for module, source in sources.items():
         kernels = CompilingKernels(source)
         module.kernels = lambda kernels=kernels: kernels  # type: ignore[attr-defined]
         module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
-    media.launch_options = norm.launch_options
+    layer_norm.launch_options = media.launch_options = norm.launch_options
     for dtype, num_tokens in ((torch.bfloat16, 1), (torch.float16, 64)):
         for size in (576,) if num_tokens == 1 else (4096,):
             hidden, weight = torch.zeros(num_tokens, size, dtype=dtype), torch.zeros(size, dtype=dtype)
             norm.fused_rms_norm(hidden, weight, 1e-5)
             norm.fused_add_rms_norm(hidden, hidden, weight, 1e-5)
+            layer_norm.fused_add_layer_norm(hidden, hidden, weight, weight, 1e-5)
             ids, drawn = torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
             norm.fused_embed_rms_norm(ids, ids, drawn, hidden, weight, 1e-5)
             is_media = ids if num_tokens == 1 else ids.bool()

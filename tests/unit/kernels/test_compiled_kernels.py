@@ -29,7 +29,9 @@ SAMPLING_KERNELS = {
     "weigh_kept_kernel",
     "draw_kernel",
 }
-MEDIA_KERNELS = {"axis_rows_kernel", "embed_media_kernel", "add_media_norm_kernel"}
+MEDIA_KERNELS = {
+    "axis_rows_kernel", "embed_media_kernel", "add_media_norm_kernel", "add_layer_norm_kernel",
+}  # fmt: skip
 NARROW_KERNELS = {"best_of_row_kernel", "count_drawn_kernel", "axis_rows_kernel"}
 """A token, or a head's angles, per program."""
 PENALTY_KERNELS = {"penalise_kernel", "count_drawn_kernel"}
@@ -68,7 +70,8 @@ def test_memory_moves_16_bytes_at_a_time(reports: list[dict[str, Any]]) -> None:
 def test_early_kernels_wait_before_they_write_or_read_what_was_computed(
     reports: list[dict[str, Any]],
 ) -> None:
-    reads_weights = {"rms_norm_kernel", "embed_norm_kernel", "rotate_heads_kernel", "add_media_norm_kernel"}
+    reads_weights = {"rms_norm_kernel", "embed_norm_kernel", "rotate_heads_kernel"}
+    reads_weights |= {"add_media_norm_kernel", "add_layer_norm_kernel"}
     never_early = PENALTY_KERNELS | {"axis_rows_kernel", "embed_media_kernel"}
     for report in reports:
         if report["kernel"] in never_early:

@@ -20,6 +20,7 @@ from gapless.graphs.op_schema import NAMESPACE
 from gapless.kernels import sample
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.head import finish_greedy
+from gapless.kernels.layer_norm import fused_add_layer_norm
 from gapless.kernels.linear import gate_up_silu, small_linear
 from gapless.kernels.media import embed_media, fused_add_media_rms_norm
 from gapless.kernels.moe import expert_down, expert_gate_up, route_tokens
@@ -86,6 +87,10 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
     "fused_add_rms_norm": (
         fused_add_rms_norm,
         lambda rows, t: (rows(t, 24), rows(t, 24), torch.randn(24), 1e-5),
+    ),
+    "fused_add_layer_norm": (
+        fused_add_layer_norm,
+        lambda rows, t: (rows(t, 24), rows(t, 24), torch.randn(24), torch.randn(24), 1e-5),
     ),
     "fused_embed_rms_norm": (
         fused_embed_rms_norm,

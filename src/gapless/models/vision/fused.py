@@ -1,12 +1,12 @@
 """The blocks of a vision tower on fused kernels: what a tower's forward runs on a GPU.
 
 Transformers' own modules stay the oracle and keep the parameters. What they do between two matrix products in
-a dozen kernels of float32 (rotation of queries and keys, RMS norms, the gated activation) is one kernel each
-here. The rotation reads a row of cosines and sines per patch from the tower's workspace, so it is the
-decoder's kernel, and so is what fills that. Two projections that read the same rows become one product: their
-weights are moved next to each other, and the modules keep views. ``P`` patches, ``H`` hidden size, ``C``
-columns of merged q/k/v heads, ``G`` heads of queries and keys, ``D`` head size, ``F`` = D / 2, ``I`` columns
-of an MLP, with padding.
+a dozen kernels of float32 (rotation of queries and keys, norms, the gated activation) is one kernel each
+here, and a norm takes the residual addition before it along. The rotation reads a row of cosines and sines
+per patch from the tower's workspace, so it is the decoder's kernel, and so is what fills that. Two
+projections that read the same rows become one product: their weights are moved next to each other, and the
+modules keep views. ``P`` patches, ``H`` hidden size, ``C`` columns of merged q/k/v heads, ``G`` heads of
+queries and keys, ``D`` head size, ``F`` = D / 2, ``I`` columns of an MLP, with padding.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch.nn.functional import linear
 
 from gapless.attention.varlen import Segments, VarlenBackend
 from gapless.graphs.ops import direct
-from gapless.kernels import activation, mrope, norm, positions, rope_cache
+from gapless.kernels import activation, layer_norm, mrope, norm, positions, rope_cache
 
 fused_silu_mul = direct(activation.fused_silu_mul)
 fused_rms_norm, fused_add_rms_norm = direct(norm.fused_rms_norm), direct(norm.fused_add_rms_norm)
 rotate_heads = direct(rope_cache.rotate_heads)
+fused_add_layer_norm = direct(layer_norm.fused_add_layer_norm)
 fused_add_interpolated = direct(positions.add_interpolated)
 write_axis_rows = direct(mrope.write_axis_rows)
 
@@ -98,24 +99,42 @@ def _move_into(parameter: nn.Parameter, memory: Tensor) -> None:
     parameter.data = memory
 
 
-def fused_block(block: Any, hidden_PH: Tensor, inputs: BlockInputs, segments: Segments) -> Tensor:
-    """``block(hidden)`` of a Qwen tower: ``[P, H] -> [P, H]``."""
-    attention = block.attn
-    num_heads = attention.num_heads
-    qkv_PC = linear(_norm(block.norm1, hidden_PH), attention.qkv.weight, attention.qkv.bias)
-    rotated_PGD = rotate_heads(qkv_PC, None, 0.0, inputs.table_P2F, None, num_heads)
-    value_PHD = qkv_PC.unflatten(1, (-1, attention.head_dim))[:, 2 * num_heads :]
-    inputs.backend.attend(
-        rotated_PGD[:, :num_heads],
-        rotated_PGD[:, num_heads:],
-        value_PHD,
-        inputs.workspace_PHD,
-        inputs.backend.arguments(segments),
-        scale=attention.scaling,
-    )
-    update_PH = linear(inputs.workspace_PHD.flatten(1), attention.proj.weight, attention.proj.bias)
-    hidden_PH, normed_PH = _add_and_norm(update_PH, hidden_PH, block.norm2)
-    return hidden_PH + feed_forward(block.mlp, normed_PH)
+class FusedBlocks:
+    """Runs a tower's blocks one behind the other. What a block adds to the residual stream waits for the norm
+    of the next one, which adds it on its way."""
+
+    def __init__(self, hidden_PH: Tensor, inputs: BlockInputs) -> None:
+        self._residual_PH, self._inputs = hidden_PH, inputs
+        self._update_PH: Tensor | None = None
+
+    def run(self, block: Any, segments: Segments) -> None:
+        """``hidden = block(hidden)`` of a Qwen tower."""
+        attention, inputs = block.attn, self._inputs
+        num_heads = attention.num_heads
+        if self._update_PH is None:
+            residual_PH, normed_PH = self._residual_PH, _norm(block.norm1, self._residual_PH)
+        else:
+            residual_PH, normed_PH = _add_and_norm(self._update_PH, self._residual_PH, block.norm1)
+        qkv_PC = linear(normed_PH, attention.qkv.weight, attention.qkv.bias)
+        rotated_PGD = rotate_heads(qkv_PC, None, 0.0, inputs.table_P2F, None, num_heads)
+        value_PHD = qkv_PC.unflatten(1, (-1, attention.head_dim))[:, 2 * num_heads :]
+        inputs.backend.attend(
+            rotated_PGD[:, :num_heads],
+            rotated_PGD[:, num_heads:],
+            value_PHD,
+            inputs.workspace_PHD,
+            inputs.backend.arguments(segments),
+            scale=attention.scaling,
+        )
+        update_PH = linear(inputs.workspace_PHD.flatten(1), attention.proj.weight, attention.proj.bias)
+        self._residual_PH, normed_PH = _add_and_norm(update_PH, residual_PH, block.norm2)
+        self._update_PH = feed_forward(block.mlp, normed_PH)
+
+    def hidden(self) -> Tensor:
+        """What the last block has put out: ``[P, H]``."""
+        if self._update_PH is not None:
+            self._residual_PH, self._update_PH = self._residual_PH + self._update_PH, None
+        return self._residual_PH
 
 
 def _norm(module: nn.Module, hidden_PH: Tensor) -> Tensor:
@@ -124,11 +143,10 @@ def _norm(module: nn.Module, hidden_PH: Tensor) -> Tensor:
     return fused_rms_norm(hidden_PH, module.weight, module.variance_epsilon)
 
 
-def _add_and_norm(update_PH: Tensor, hidden_PH: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+def _add_and_norm(update_PH: Tensor, residual_PH: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
     if isinstance(module, nn.LayerNorm):
-        sum_PH = hidden_PH + update_PH
-        return sum_PH, module(sum_PH)
-    return fused_add_rms_norm(update_PH, hidden_PH, module.weight, module.variance_epsilon)
+        return fused_add_layer_norm(update_PH, residual_PH, module.weight, module.bias, module.eps)
+    return fused_add_rms_norm(update_PH, residual_PH, module.weight, module.variance_epsilon)
 
 
 def feed_forward(mlp: Any, normed_PH: Tensor) -> Tensor:

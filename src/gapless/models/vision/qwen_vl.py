@@ -79,12 +79,12 @@ class Qwen25Tower(VisionTower):
         hidden_PH = run["block_input"]
         # Padding takes rows of the first unit: a value like any other, that no real row looks at.
         hidden_PH.copy_(by_unit[run["window_index"]].view_as(hidden_PH))
-        run_block = self.block_runner(run, hidden_PH)
+        blocks = self.blocks_on(run, hidden_PH)
         full, window = self.full_segments(run), self.window_segments(run)
         for index, block in enumerate(module.blocks):
             is_full = index in module.fullatt_block_indexes
-            hidden_PH = run_block(block, hidden_PH, full if is_full else window)
-        return (module.merger(hidden_PH)[run["reverse_index"]],)
+            blocks.run(block, full if is_full else window)
+        return (module.merger(blocks.hidden())[run["reverse_index"]],)
 
 
 class Qwen3Tower(VisionTower):
@@ -136,15 +136,15 @@ class Qwen3Tower(VisionTower):
         else:
             positions_PH = (module.pos_embed(indices_P4) * weights_P4[:, :, None]).sum(1)
             torch.add(embedded_PH, positions_PH.to(embedded_PH.dtype), out=hidden_PH)
-        run_block = self.block_runner(run, hidden_PH)
+        blocks = self.blocks_on(run, hidden_PH)
         segments = self.full_segments(run)
         taps_UE: list[Tensor] = []
         for index, block in enumerate(module.blocks):
-            hidden_PH = run_block(block, hidden_PH, segments)
+            blocks.run(block, segments)
             if index in module.deepstack_visual_indexes:
                 merger = module.deepstack_merger_list[len(taps_UE)]
-                taps_UE.append(merger(hidden_PH))
-        embeds_UE = module.merger(hidden_PH)
+                taps_UE.append(merger(blocks.hidden()))
+        embeds_UE = module.merger(blocks.hidden())
         return (embeds_UE, torch.stack(taps_UE, dim=1)) if taps_UE else (embeds_UE,)
 
 

@@ -11,9 +11,9 @@ two families are in ``qwen_vl.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
-from gapless.models.vision.fused import BlockInputs, PatchAngles, fused_block, merge_gated
+from gapless.models.vision.fused import BlockInputs, FusedBlocks, PatchAngles, merge_gated
 from gapless.models.vision.grids import Grid, GridArrays, GridCache, check_grid, cumulative, joined
 from gapless.multimodal.items import MediaItem
 
@@ -182,26 +182,19 @@ class VisionTower:
         weight = projection.weight.view(projection.weight.shape[0], -1)
         return nn.functional.linear(patches_PC.to(weight.dtype), weight, projection.bias)
 
-    def block_runner(self, run: EncoderRun, hidden_PH: Tensor) -> Callable[[Any, Tensor, Segments], Tensor]:
-        """How this run calls a block: ``(block, hidden, segments) -> hidden``. Cosines and sines of every
-        patch are in the static workspace from then on."""
+    def blocks_on(self, run: EncoderRun, hidden_PH: Tensor) -> Blocks:
+        """This run's blocks, starting from ``hidden``. Cosines and sines of every patch are in the static
+        workspace from then on."""
         table, workspace_PHD = run["sin_cos_ws"], run["block_ws"]
         if self.angles is not None:
             self.angles.write(run["position_ids"], table)
             inputs = BlockInputs(table_P2F=table, workspace_PHD=workspace_PHD, backend=self.backend)
-            return lambda block, hidden, segments: fused_block(block, hidden, inputs, segments)
+            return FusedBlocks(hidden_PH, inputs)
         module: Any = self.module
         cos_PD, sin_PD = module.rotary_pos_emb(hidden_PH, run["position_ids"])
         table[:, 0].copy_(cos_PD)
         table[:, 1].copy_(sin_PD)
-        return lambda block, hidden, segments: block(
-            hidden,
-            cu_seqlens=segments.cu_seqlens,
-            max_seqlen=segments.max_len,
-            position_embeddings=(table[:, 0], table[:, 1]),
-            segments=segments,
-            workspace_SHD=workspace_PHD,
-        )
+        return ModuleBlocks(hidden_PH, table, workspace_PHD)
 
     def full_segments(self, run: EncoderRun) -> Segments:
         return self._segments(run, "full", 0)
@@ -248,6 +241,36 @@ class VisionTower:
             Workspace(name="block_ws", dims=("tokens", *heads), dtype=self.dtype),
             Workspace(name="sin_cos_ws", dims=("tokens", 2, width), dtype=torch.float32),
         )
+
+
+class Blocks(Protocol):
+    """Blocks of a tower, run one behind the other."""
+
+    def run(self, block: Any, segments: Segments) -> None:
+        """``hidden = block(hidden)``."""
+
+    def hidden(self) -> Tensor:
+        """What the last block has put out: ``[P, H]``."""
+
+
+class ModuleBlocks:
+    """Transformers' own, as they are."""
+
+    def __init__(self, hidden_PH: Tensor, table_P2D: Tensor, workspace_PHD: Tensor) -> None:
+        self._hidden_PH, self._table_P2D, self._workspace_PHD = hidden_PH, table_P2D, workspace_PHD
+
+    def run(self, block: Any, segments: Segments) -> None:
+        self._hidden_PH = block(
+            self._hidden_PH,
+            cu_seqlens=segments.cu_seqlens,
+            max_seqlen=segments.max_len,
+            position_embeddings=(self._table_P2D[:, 0], self._table_P2D[:, 1]),
+            segments=segments,
+            workspace_SHD=self._workspace_PHD,
+        )
+
+    def hidden(self) -> Tensor:
+        return self._hidden_PH
 
 
 def make_tower(
