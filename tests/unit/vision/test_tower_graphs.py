@@ -95,6 +95,39 @@ def test_one_replay_serves_several_images(tower, budget) -> None:
     assert sum(count.count for count in budget.log.replays.values()) == before + 1
 
 
+@pytest.mark.parametrize("count", [31, 32, 33])
+def test_a_budget_may_be_full_of_the_smallest_images(tower, budget, count) -> None:
+    """Each is a segment, a window and a row of its own: the most that 128 patches can have, and one more."""
+    items = [media(tower, (1, 2, 2), seed=seed) for seed in range(count)]
+    before = sum(counts.count for counts in budget.log.replays.values())
+    got = budget.run(items)
+    runs = sum(counts.count for counts in budget.log.replays.values()) - before
+    assert runs == -(-count // 32)
+    assert_equal(got, budget.padded_eager(items))
+    assert_close(got, budget.eager(items))
+
+
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+def test_an_item_that_comes_twice_gets_rows_of_its_own_twice(tower, mode, request) -> None:
+    runner = request.getfixturevalue(mode)
+    item = media(tower, (1, 4, 6), seed=21)
+    once, again = runner.run([item, item])
+    assert_close([once], [again])
+    again[0].fill_(float("nan"))
+    assert_close([once], runner.eager([item]))
+
+
+def test_two_towers_in_one_process_have_graphs_of_their_own() -> None:
+    runners = [runner_of(tiny_tower(model_type, device=CPU), "budget", device=CPU) for model_type in CONFIGS]
+    items = [[media(runner.adapter, grid, seed=22) for grid in GRIDS[:3]] for runner in runners]
+    first = [runner.run(own) for runner, own in zip(runners, items, strict=True)]
+    for _ in range(2):
+        for runner, own, expected in zip(runners, items, first, strict=True):
+            assert_equal(runner.run(own), expected)
+    runners[0].release()
+    assert_equal(runners[1].run(items[1]), first[1])
+
+
 @pytest.mark.parametrize("mode", ["budget", "exact"])
 def test_poisoned_padding_reaches_no_real_row(tower, mode) -> None:
     runner = runner_of(tower, mode, device=CPU)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from encoder_cases import CONFIGS, GRIDS, assert_close, fill, media, of_transformers, tiny_tower
@@ -178,6 +180,20 @@ def test_arrays_of_grids_are_made_once_and_the_number_kept_is_bounded(monkeypatc
     for grid in ((1, 2, 2), (1, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 2), (1, 2, 4)):
         assert cache[grid].positions_P2.shape == (np.prod(grid), 2)
     assert made == [(1, 2, 2), (1, 2, 4), (1, 4, 4), (1, 2, 4)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 14), st.integers(1, 14), st.sampled_from([8, 16, 20, 24]))
+def test_no_grid_has_more_of_anything_than_its_patches_allow(frames, rows, columns, window_size) -> None:
+    """What budgets are made for; windows at an edge are smaller, and never empty."""
+    grid = (frames, 2 * rows, 2 * columns)
+    order_U, lens_W = grids.windows(grid, merge_size=2, window_size=window_size, patch_size=4)
+    assert sorted(order_U) == list(range(frames * rows * columns))
+    assert lens_W.min() >= 4
+    assert lens_W.max() <= (window_size // 4) ** 2
+    assert lens_W.sum() == 4 * len(order_U)
+    ends = set(np.cumsum(lens_W))
+    assert ends >= {4 * rows * columns * frame for frame in range(1, frames + 1)}  # none spans two frames
 
 
 def test_what_is_kept_of_large_grids_is_bounded_in_patches(monkeypatch) -> None:
