@@ -29,6 +29,7 @@ from gapless.bench.meta import describe_run
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice
+from gapless.graphs.device.upload import HostRows
 from gapless.graphs.encoder import EncoderMode, EncoderOptions, EncoderRunner
 from gapless.graphs.encoder_exact import ExactGraphs
 from gapless.graphs.encoder_graphs import owned_rows
@@ -200,7 +201,9 @@ def hit_cost(
     alone = timed(entry.program.replay, device, repeats)
     hit = timed(lambda: exact.run([item]), device, repeats)
     values = dict(adapter.prepare([item]))
-    values["patches"] = torch.as_tensor(values["patches"]).to(device.torch_device)
+    rows = values["patches"]
+    assert isinstance(rows, HostRows)
+    values["patches"] = rows.to(device=device.torch_device, dtype=adapter.fields[0].dtype)
     sizes = adapter.sizes_of(item)
 
     def hit_on_device() -> object:
@@ -209,6 +212,7 @@ def hit_cost(
 
     resident = timed(hit_on_device, device, repeats)
     return {
+        "nodes": entry.row.num_nodes,
         "graph_alone": alone,
         "ratio": round(hit["ms"] / alone["ms"], 3),
         "ratio_patches_on_device": round(resident["ms"] / alone["ms"], 3),
@@ -216,19 +220,23 @@ def hit_cost(
 
 
 def timed(run: Callable[[], object], device: GraphDevice, repeats: int) -> dict[str, float]:
-    """Milliseconds of a call and all its work on the device: median, lowest, highest."""
-    milliseconds = []
+    """Milliseconds of a call and all its work on the device: median, lowest, highest; and of the call alone
+    (``host_ms``), which is when its caller goes on."""
+    milliseconds, until_return = [], []
     for repeat in range(repeats + 2):
         device.synchronize()
         begun = time.perf_counter()
         run()
+        returned = time.perf_counter()
         device.synchronize()
         if repeat >= 2:
+            until_return.append((returned - begun) * 1e3)
             milliseconds.append((time.perf_counter() - begun) * 1e3)
     return {
         "ms": round(statistics.median(milliseconds), 4),
         "ms_min": round(min(milliseconds), 4),
         "ms_max": round(max(milliseconds), 4),
+        "host_ms": round(statistics.median(until_return), 4),
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gapless.graphs.device.upload import HostRows, UploadRing
+from gapless.kernels.layer_norm import fused_add_layer_norm
 from gapless.kernels.media import embed_media, fused_add_media_rms_norm
 from gapless.kernels.mrope import axis_rows
 from gapless.models.mrope import AxisAngles
@@ -65,6 +66,15 @@ def test_rows_of_media_join_embeddings_and_sums(num_tokens: int, mask_dtype: tor
     expected = residual + update + torch.where(chosen, features, 0.0)
     assert torch.equal(total, expected)
     assert_close_to(normed, norm_oracle(expected, weight, 1e-6))
+
+
+@pytest.mark.parametrize("num_rows", [1, 196, 8192])
+def test_addition_and_layer_norm_equal_two_steps(num_rows: int) -> None:
+    update, residual = (torch.randn(num_rows, 1152, device=DEVICE).bfloat16() for _ in range(2))
+    weight, bias = (torch.randn(1152, device=DEVICE).bfloat16() for _ in range(2))
+    total, normed = fused_add_layer_norm(update, residual, weight, bias, 1e-6)
+    assert torch.equal(total, residual + update)
+    assert_close_to(normed, torch.nn.functional.layer_norm(total, (1152,), weight, bias, 1e-6))
 
 
 def test_pixels_that_are_sent_while_the_device_is_busy_arrive_one_after_the_other() -> None:
