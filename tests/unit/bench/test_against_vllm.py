@@ -6,9 +6,12 @@ does with them. What is tested is that one engine start serves both, and what be
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +77,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *words: str, peers: str = "peers", results: str = "results") -> Any:
-    command = [sys.executable, str(SCRIPT), "--models", str(folder / "tiny"), "--peers", str(folder / peers)]
+    command = ["--models", str(folder / "tiny"), "--peers", str(folder / peers)]
     command += ["--vllm-site", str(folder / "site"), "--results", str(folder / results), *words]
     shape = [*SHAPE.split(), "--lengths", "4:10", "--output-tokens", "2", "--throughput-repeats", "1"]
-    return subprocess.run([*command, "--", *shape], capture_output=True, text=True, check=False)
+    return call(*command, "--", *shape)
+
+
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    """The script, in this process: engines have their own anyway, and imports take seconds."""
+    said, told = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(told):
+        patch.setattr(sys, "argv", [str(SCRIPT), *words])
+        patch.syspath_prepend(str(SCRIPT.parent))
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    code = end.value.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(words, code, said.getvalue(), told.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +158,7 @@ def test_results_are_merged(folder: Path, first: Any) -> None:
         parts = [part for part in one["parts"] if part["engine"] == engine]
         (folder / name).write_text(json.dumps({"parts": parts}))
     files = [str(folder / name) for name in ("ours.json", "theirs.json")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--merge", *files], capture_output=True, text=True, check=False
-    )
+    done = call("--merge", *files)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["ratios"] == one["ratios"]
 
@@ -154,6 +168,6 @@ def test_results_are_merged(folder: Path, first: Any) -> None:
     [([], "--models"), (["--models", "/none", "--results", "x"], "config.json"), (["--only", "trt"], "trt")],
 )
 def test_mistakes_are_explained(words: list[str], message: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False)
+    done = call(*words)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]

@@ -67,7 +67,8 @@ def test_few_sizes_are_the_smallest_a_middle_and_the_largest(tmp_path: Path) -> 
 
 def test_a_cache_with_few_blocks_is_enough(tmp_path: Path) -> None:
     """Batches are as large as the blocks allow: 4 blocks of 16 tokens for 8 requests and 40 tokens."""
-    opened = open_tiny(tmp_path, kv_cache_tokens=64, max_running_requests=8, chunked_prefill_size=40)
+    limits = {"kv_cache_tokens": 64, "max_running_requests": 8, "chunked_prefill_size": 40}
+    opened = open_tiny(tmp_path, **limits, cuda_graph_bs_prefill=[4, 40], cuda_graph_bs_decode=[1, 8])
     report = verify_engine(opened, only_few_sizes=True)
     assert report.is_ok, str(report)
 
