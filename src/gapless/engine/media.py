@@ -138,7 +138,7 @@ class StepMedia:
             if len(items) > 1:  # find out whose fault it is
                 return {c: m for item in items for c, m in self._encode([item]).items()}
             item = items[0]
-            logger.error("a %s of grid %s cannot be encoded", item.kind, item.grid_thw, exc_info=error)
+            logger.error("the %s of grid %s cannot be encoded", item.kind, item.grid_thw, exc_info=error)
             return {item.content_hash: f"{type(error).__name__}: {error}"}
         return {}
 

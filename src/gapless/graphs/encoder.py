@@ -154,12 +154,14 @@ class EncoderRunner(Generic[ItemT]):
             "sizes": {self.adapter.symbol: list(self.ladder) if is_budget else []},
             "decisions": [],
         }
-        store = self.generation.store if self.generation is not None else None
-        return build_report(plan=plan, store=store, log=self.log) | {"encoder": self.summary()}
+        with self._lock:  # a run on another thread adds to the counts, a release takes the store away
+            store = self.generation.store if self.generation is not None else None
+            return build_report(plan=plan, store=store, log=self.log) | {"encoder": self.summary()}
 
     def summary(self) -> dict[str, Any]:
         """Mode, budgets with their costs, waste by padding, and what the exact cache did."""
-        replays = [counts for (phase, _, _), counts in self.log.replays.items() if phase is Phase.ENCODER]
+        seen = list(self.log.replays.items())  # threads that run add to it
+        replays = [counts for (phase, _, _), counts in seen if phase is Phase.ENCODER]
         tokens, padding = sum(c.tokens for c in replays), sum(c.padding for c in replays)
         found: dict[str, Any] = {
             "mode": str(self.mode),

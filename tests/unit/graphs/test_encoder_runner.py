@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import threading
 import time
@@ -342,6 +343,22 @@ def test_inside_a_capture_of_somebody_else_the_encoder_becomes_part_of_it() -> N
     assert list(runner.log.eager) == [(Phase.ENCODER, EncoderFallback.INSIDE_CAPTURE)]
 
 
+def test_the_report_has_one_schema_in_every_mode_and_after_a_release() -> None:
+    """That of a decoder's graphs, as JSON, with the same keys for every encoder."""
+    reports = []
+    for mode in ("budget", "exact", "off"):
+        runner = runner_of(mode=mode)
+        runner.run(rows(4, 40))
+        reports.append(runner.report())
+        runner.release()
+        reports.append(runner.report())
+    own = {"mode", "max_tokens", "static_bytes", "tokens", "padding", "padding_share"}
+    for report in reports:
+        assert json.loads(json.dumps(report)).keys() == reports[0].keys()
+        assert report["encoder"].keys() >= own
+    assert {row["phase"] for report in reports for row in report["graphs"] + report["steps"]} == {"encoder"}
+
+
 @pytest.mark.parametrize("mode", ["budget", "exact"])
 def test_released_runners_run_eagerly_and_give_everything_back(mode: str) -> None:
     with runner_of(mode=mode) as runner:
@@ -458,7 +475,14 @@ def test_a_release_while_others_run_turns_them_eager() -> None:
         except Exception as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    def watch() -> None:
+        try:
+            for _ in range(30):
+                json.dumps(runner.report())
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=target) for target in (work, work, watch)]
     for thread in threads:
         thread.start()
     time.sleep(0.02)
