@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -94,16 +94,18 @@ def test_wrapped_methods_are_put_back_inherited_ones_too_and_after_an_error() ->
 
 
 @pytest.mark.parametrize("prefill", ["full", "breakable"])
-def test_a_run_on_a_cpu_reports_every_section(tmp_path: Path, prefill: str) -> None:
+def test_a_run_on_a_cpu_reports_every_section(
+    tmp_path: Path, prefill: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    command = [
-        *(sys.executable, str(SCRIPT), "--model", str(tmp_path), "--device", "cpu", "--steps", "4"),
+    words = [
+        *("--model", str(tmp_path), "--device", "cpu", "--steps", "4"),
         *("--batch", "2", "--prompt-tokens", "5", "--max-model-len", "256", "--max-running-requests", "4"),
         *("--kv-cache-tokens", "1024", "--prefill-sizes", "8", "--decode-sizes", "2", "--prefill", prefill),
     ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     decode = result["decode"]["2"]
     assert 0 < decode["cpu"] <= decode["wall"]
     assert {"schedule", "build", "fill", "replay call", "accept"} <= decode["stages"].keys()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "profile_step.py"
 
 
-def test_a_run_ends_in_one_line_of_json(tmp_path: Path) -> None:
+def test_a_run_ends_in_one_line_of_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -25,11 +29,12 @@ def test_a_run_ends_in_one_line_of_json(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = "--device cpu --batch 2 9 --prompt-tokens 8 99 --steps 3 --max-running-requests 2"
-    command = [sys.executable, str(SCRIPT), "--model", str(tmp_path), *arguments.split()]
-    run = subprocess.run([*command, "--kv-cache-tokens", "256"], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
+    words = ["--model", str(tmp_path), *arguments.split(), "--kv-cache-tokens", "256"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = capsys.readouterr()
+    result = json.loads(said.out.splitlines()[-1])
     assert list(result["decode"]) == ["2"], "9 requests do not fit"
     assert list(result["prefill"]) == ["8"], "99 tokens do not fit"
     assert result["decode"]["2"]["wall_us"] > 0
-    assert "decode, batch 2" in run.stderr
+    assert "decode, batch 2" in said.err
