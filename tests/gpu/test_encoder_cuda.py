@@ -114,6 +114,21 @@ def test_small_large_small_and_poisoned_padding(model_type, mode, cuda) -> None:
     assert_equal(runner.run([small]), before)
 
 
+@pytest.mark.parametrize("attention", ["triton_varlen", "torch_reference"])
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_an_image_that_is_no_numbers_spoils_no_other(model_type, attention, cuda) -> None:
+    tower = tiny_tower(model_type, device=cuda, attention=attention)
+    runner = runner_of(tower, "budget", device=cuda)
+    items = [media(tower, grid, seed=7) for grid in ((1, 4, 4), (1, 2, 4), (2, 2, 4))]
+    clean = runner.run(items)
+    broken = media(tower, (1, 2, 4), seed=7)
+    broken.patches_PC[3, 5] = float("nan")
+    got = runner.run([items[0], broken, items[2]])
+    assert_equal([got[0], got[2]], [clean[0], clean[2]])
+    assert not any(row.isfinite().all() for row in got[1])
+    assert_equal(runner.run(items), clean)
+
+
 @pytest.mark.parametrize("model_type", TOWERS)
 def test_eviction_under_live_use_gives_memory_back(model_type, cuda) -> None:
     runner = runner_of(tiny_tower(model_type, device=cuda), "exact", device=cuda, max_graphs=3)
