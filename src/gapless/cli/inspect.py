@@ -8,6 +8,7 @@ backend, also for those this machine or this build does not have, and for featur
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from gapless.cli.options import EngineOptions
 from gapless.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gapless.config import EngineConfig
     from gapless.models.base import ModelInfo
 
 _FACTS: dict[str, dict[str, Any]] = {
@@ -48,6 +50,8 @@ def inspect(
     console = make_console()
     for name in ("model", "device", "attention", "step"):
         console.print(f"{name:<10}{facts[name]}")
+    if facts["encoder"] is not None:
+        console.print(f"encoder   {_encoder_text(facts['encoder'])}")
     if facts["features"]:
         console.print(f"features  {', '.join(facts['features'])}")
     for line in plan_lines(facts["plan"], every_decision=True):
@@ -100,6 +104,7 @@ def explain(options: EngineOptions, *, features: list[str], draft_tokens: int = 
         "attention": f"{backend}, in full graphs: {get_support(backend).name}",
         "step": f"at most {max_step_tokens(config, max_model_len)} tokens of {config.max_running_requests} "
         "requests",
+        "encoder": _encoder(config) if info.is_multimodal else None,
         "features": sorted(features),
         "plan": plan.to_dict(),
     }
@@ -113,7 +118,7 @@ def _device_type(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _model_info(config: Any) -> ModelInfo:
+def _model_info(config: EngineConfig) -> ModelInfo:
     import torch
 
     from gapless.models.base import ModelInfo
@@ -134,6 +139,30 @@ def _model_info(config: Any) -> ModelInfo:
     from gapless.parallel.shard import Shard
 
     return read_model_info(config.model, shard=Shard(size=config.tensor_parallel_size))
+
+
+def _encoder(config: EngineConfig) -> dict[str, Any]:
+    """What the graphs of a model's vision encoder would be; sizes are captured at start-up."""
+    from gapless.engine.media_setup import encoder_options
+    from gapless.graphs.encoder_options import EncoderMode
+    from gapless.models.json_file import read_json
+    from gapless.models.vl_config import read_vl_config
+
+    vision = read_vl_config(read_json(Path(config.model) / "config.json"), source=config.model)
+    options = encoder_options(config)
+    ladder = options.ladder(granule=vision.merge_size**2)
+    return {
+        "mode": str(options.mode),
+        "sizes": list(ladder) if options.mode is EncoderMode.BUDGET else [],
+        "max_tokens": None if options.mode is EncoderMode.OFF else ladder[-1],
+    }
+
+
+def _encoder_text(encoder: dict[str, Any]) -> str:
+    if encoder["max_tokens"] is None:
+        return "off"
+    sizes = ", ".join(map(str, encoder["sizes"])) or f"any size up to {encoder['max_tokens']}"
+    return f"{encoder['mode']}: {sizes} patches"
 
 
 def _split_features(names: list[str]) -> tuple[Any, dict[str, Any]]:

@@ -6,6 +6,7 @@ import pytest
 
 from gapless.cli.main import main
 from gapless.engine.rules import Feature
+from vl_checkpoints import write_vl_folder
 
 
 @pytest.fixture
@@ -117,6 +118,39 @@ def test_model_folder_is_read_without_weights(plan, inspect, tmp_path):
     code, _, error = inspect(*flags, "--tp", "3")
     assert code == 2
     assert "--tensor-parallel-size=3 does not divide num_attention_heads=32" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "sizes"),
+    [
+        ((), "encoder   off", []),
+        (
+            ("--enable-vit-cuda-graph", "--vit-cuda-graph-max-tokens", "200"),
+            "encoder   budget: 64, 128, 200 patches",
+            [64, 128, 200],
+        ),
+        (
+            ("--enable-vit-cuda-graph", "--vit-cuda-graph-budgets", "66,9"),
+            "encoder   budget: 12, 68 patches",
+            [12, 68],  # four patches are a token
+        ),
+        (
+            ("--enable-vit-cuda-graph", "--vit-cuda-graph-mode", "exact"),
+            "encoder   exact: any size up to 8192 patches",
+            [],
+        ),
+    ],
+)
+def test_graphs_of_a_vision_encoder_are_shown(inspect, tmp_path, flags, text, sizes):
+    folder = write_vl_folder(tmp_path, "qwen3_vl", has_weights=False)
+    _, out, _ = inspect("--model", str(folder), "--device", "cpu", *flags)
+    assert text in out.splitlines()
+    facts = json.loads(inspect("--model", str(folder), "--device", "cpu", *flags, "--json")[1])
+    assert facts["encoder"]["sizes"] == sizes
+
+
+def test_a_model_of_text_has_no_line_about_an_encoder(inspect):
+    assert "encoder" not in inspect("--device", "cpu")[1]
 
 
 def test_config_file_counts_and_flags_win(plan, tmp_path):
