@@ -26,8 +26,10 @@ from gapless.kernels.select import launch_options, next_power_of_2
 _MAX_CHUNK = 32
 """Tokens that one program routes; up to so many need no second kernel."""
 _CHUNK_ELEMENTS = 4096
-_WARP_ELEMENTS = 512
-"""Logits that one warp routes: it picks experts without waiting for others."""
+_WARP_ELEMENTS = 256
+"""Logits that a warp routes: more would be one long chain of instructions."""
+_MAX_COUNTED = 128
+"""Experts of which the best are found by comparing each with each, for a single token."""
 _CHUNK_TILE = 32
 
 
@@ -147,7 +149,12 @@ def route_tokens(
             logits_TN, query_start_loc, weights_TK, experts_TK, slots_P, blocks_B3, counts_N, chunk_counts,
             logits_TN.stride(0), num_tokens, query_start_loc.shape[0] - 1, num_blocks,
         ),
-        _grouping_constants(*sizes, RENORMALIZES=renormalizes, IS_ALONE=is_alone),
+        _grouping_constants(
+            *sizes,
+            RENORMALIZES=renormalizes,
+            COUNTS_BETTER=chunk == 1 and experts_pad <= _MAX_COUNTED,
+            IS_ALONE=is_alone,
+        ),
     )  # fmt: skip
     if not is_alone:
         args = (experts_TK, chunk_counts, slots_P, blocks_B3, counts_N, num_tokens, num_chunks, num_blocks)
@@ -232,7 +239,7 @@ def launch_expert_product(
     )  # fmt: skip
     grid = (blocks_B3.shape[0] * -(-num_out // tiles.block_o),)
     constants = _product_constants(tiles, x.shape[1], top_k, is_gate_up, x.device)
-    launch(_kernels().expert_product_kernel, grid, args, constants)
+    launch(_product_kernels().expert_product_kernel, grid, args, constants)
 
 
 @functools.cache
@@ -247,7 +254,7 @@ def _grouping_constants(
         BLOCK_P=block_p,
         BLOCKS_EACH=-(-chunk // block_p),
         FILL=fill,
-        num_warps=1 if chunk * next_power_of_2(num_experts) <= _WARP_ELEMENTS else 4,
+        num_warps=min(max(chunk * next_power_of_2(num_experts) // _WARP_ELEMENTS, 4), 16),
         **more,
         **launch_options(device),
     )
@@ -277,3 +284,10 @@ def _kernels() -> ModuleType:
     from gapless.kernels import moe_jit
 
     return moe_jit
+
+
+@functools.cache
+def _product_kernels() -> ModuleType:
+    from gapless.kernels import moe_product_jit
+
+    return moe_product_jit

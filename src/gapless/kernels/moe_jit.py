@@ -1,12 +1,11 @@
-"""Triton kernels of a mixture of experts: routing and grouping of tokens, products by expert. The sum of a
-token's experts is in ``moe_sum_jit.py``.
+"""Triton kernels that give tokens to the experts of a mixture: routing, and grouping by expert.
 
 Nothing is counted on the host. Routing gives each chunk of tokens its experts and counts them; grouping turns
 the counts into the order of *slots* (a slot is one token with one of its experts) sorted by expert, and into
-*blocks*: an expert, and up to ``BLOCK_P`` of its slots. A product has as many blocks as the worst routing of
-so many tokens could need, and those that this one leaves empty return at once. Rows of padding choose no
-expert, so they are in no slot and no block, and no count sees them. There are no atomics: every sum has one
-owner and one order, so results are the same bits in every run.
+*blocks*: an expert, and up to ``BLOCK_P`` of its slots. There are as many blocks as the worst routing of so
+many tokens could need; what this one leaves empty stands at the end. Rows of padding choose no expert, so
+they are in no slot and no block, and no count sees them. There are no atomics: every sum has one owner and
+one order, so results are the same bits in every run. Read ``moe_product_jit.py`` next.
 
 Shapes: T tokens, N experts, K experts per token, P = T * K slots, C chunks, B blocks (expert, first place,
 number of slots), E hidden size, I input and O output features of a product.
@@ -39,6 +38,7 @@ def route_kernel(
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     RENORMALIZES: tl.constexpr,
+    COUNTS_BETTER: tl.constexpr,
     IS_ALONE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCKS_EACH: tl.constexpr,
@@ -48,8 +48,8 @@ def route_kernel(
     """One program per ``CHUNK`` tokens: softmax, the ``TOP_K`` best experts of each, counts per expert.
 
     Of equal probabilities the lower index wins. A row with a NaN or an infinity gets the first experts and
-    NaN weights, so that its result is NaN. Rows outside ``query_start_loc[0] .. [num_places]`` choose expert ``NUM_EXPERTS``,
-    with weight 0. With ``IS_ALONE`` there is one chunk, and the program groups it too.
+    NaN weights, so that its result is NaN. Rows outside ``query_start_loc[0] .. [num_places]`` choose expert
+    ``NUM_EXPERTS``, with weight 0. With ``IS_ALONE`` there is one chunk, and the program groups it too.
     """
     token_T = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert_N = tl.arange(0, EXPERTS_PAD)
@@ -72,15 +72,26 @@ def route_kernel(
 
     # -1 is taken already, or no expert; probabilities are at least 0.
     left = tl.where(is_expert, probability, -1.0)
-    rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
-    total = tl.zeros([CHUNK], dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
-        best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
-        is_taken = expert_N[None, :] == index[:, None]
-        left = tl.where(is_taken, -1.0, left)
-        rank_TN = tl.where(is_taken, k, rank_TN)
-        total += best
-        tl.store(experts_TK + token_T * TOP_K + k, tl.where(is_real, index, NUM_EXPERTS), mask=is_token)
+    if COUNTS_BETTER:
+        # All ranks at once, where choosing one expert after another would take longer than anything else.
+        left_N = tl.reshape(left, [EXPERTS_PAD])
+        is_lower = expert_N[None, :] < expert_N[:, None]
+        is_better = (left_N[None, :] > left_N[:, None]) | (is_lower & (left_N[None, :] == left_N[:, None]))
+        rank_TN = tl.minimum(tl.sum(is_better.to(tl.int32), 1), TOP_K)[None, :]
+        total = tl.sum(tl.where(rank_TN < TOP_K, probability, 0.0), 1)
+        found = tl.where(is_real[:, None], expert_N[None, :], NUM_EXPERTS)
+        target = experts_TK + token_T[:, None] * TOP_K + rank_TN
+        tl.store(target, found, mask=is_token[:, None] & (rank_TN < TOP_K))
+    else:
+        rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
+        total = tl.zeros([CHUNK], dtype=tl.float32)
+        for k in tl.static_range(TOP_K):
+            best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+            is_taken = expert_N[None, :] == index[:, None]
+            left = tl.where(is_taken, -1.0, left)
+            rank_TN = tl.where(is_taken, k, rank_TN)
+            total += best
+            tl.store(experts_TK + token_T * TOP_K + k, tl.where(is_real, index, NUM_EXPERTS), mask=is_token)
     if not RENORMALIZES:
         total = tl.full([CHUNK], 1.0, dtype=tl.float32)
     is_chosen = is_real[:, None] & (rank_TN < TOP_K)
@@ -187,119 +198,3 @@ def _write_blocks(
     is_empty = (block_B >= tl.sum(num_N, 0)) & (block_B < num_blocks)
     for part in tl.static_range(3):
         tl.store(blocks_B3 + block_B * 3 + part, 0, mask=is_empty)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def expert_product_kernel(
-    x,
-    weight_NOI,
-    slots_P,
-    blocks_B3,
-    scales_P,
-    out,
-    x_stride,
-    weight_stride_n,
-    weight_stride_o,
-    num_out,
-    num_blocks,
-    NUM_IN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    GROUP: tl.constexpr,
-    IS_GATE_UP: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One program per block and ``BLOCK_O`` output features. Programs of a block follow each other, or those
-    of ``GROUP`` blocks for one tile of weights: an expert with many blocks may be more than the second-level
-    cache holds.
-
-    ``IS_GATE_UP``: rows are gathered from the tokens, gate and up (the first and second ``num_out`` rows of
-    the weights) are multiplied side by side and end in ``silu(gate) * up``, stored by place. Else rows are
-    places, and a result times its slot's weight is stored by slot. With few slots the weights stand on the
-    left, where the tensor cores want 64 rows.
-    """
-    num_tiles = tl.cdiv(num_out, BLOCK_O)
-    if GROUP == 1:
-        block, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    else:
-        first_block = tl.program_id(0) // (GROUP * num_tiles) * GROUP
-        place = tl.program_id(0) % (GROUP * num_tiles)
-        together = tl.minimum(num_blocks - first_block, GROUP)
-        block, tile = first_block + place % together, place // together
-    out_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    is_out = out_O < num_out
-    row_O = tl.where(is_out, out_O, 0).to(tl.int64)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    expert = tl.load(blocks_B3 + block * 3).to(tl.int64)
-    first = tl.load(blocks_B3 + block * 3 + 1)
-    num_slots = tl.load(blocks_B3 + block * 3 + 2)
-    if num_slots == 0:
-        return
-    row_P = tl.arange(0, BLOCK_P)
-    is_slot = row_P < num_slots
-    place_P = first + tl.where(is_slot, row_P, 0)  # the others repeat the first one and are not stored
-    slot_P = tl.load(slots_P + place_P)
-    source_P = (slot_P // TOP_K if IS_GATE_UP else place_P).to(tl.int64)
-
-    in_I = tl.arange(0, BLOCK_I)
-    gate = weight_NOI + expert * weight_stride_n
-    if WEIGHTS_LEFT:
-        gate += row_O[:, None] * weight_stride_o + in_I[None, :]
-        row = x + source_P[None, :] * x_stride + in_I[:, None]
-        total = tl.zeros([BLOCK_O, BLOCK_P], dtype=tl.float32)
-        second = tl.zeros([BLOCK_O, BLOCK_P], dtype=tl.float32)
-    else:
-        gate += row_O[None, :] * weight_stride_o + in_I[:, None]
-        row = x + source_P[:, None] * x_stride + in_I[None, :]
-        total = tl.zeros([BLOCK_P, BLOCK_O], dtype=tl.float32)
-        second = tl.zeros([BLOCK_P, BLOCK_O], dtype=tl.float32)
-    up = gate + num_out * weight_stride_o
-    for start in range(0, NUM_IN, BLOCK_I):
-        if WEIGHTS_LEFT:
-            left = _load(gate + start, in_I[None, :] + start, NUM_IN, BLOCK_I)
-            right = _load(row + start, in_I[:, None] + start, NUM_IN, BLOCK_I)
-            total = tl.dot(left, right, total, input_precision="ieee")
-            if IS_GATE_UP:
-                left = _load(up + start, in_I[None, :] + start, NUM_IN, BLOCK_I)
-                second = tl.dot(left, right, second, input_precision="ieee")
-        else:
-            left = _load(row + start, in_I[None, :] + start, NUM_IN, BLOCK_I)
-            right = _load(gate + start, in_I[:, None] + start, NUM_IN, BLOCK_I)
-            total = tl.dot(left, right, total, input_precision="ieee")
-            if IS_GATE_UP:
-                right = _load(up + start, in_I[:, None] + start, NUM_IN, BLOCK_I)
-                second = tl.dot(left, right, second, input_precision="ieee")
-
-    dtype = out.dtype.element_ty
-    if IS_GATE_UP:
-        # Rounded where separate steps would round.
-        value, factor = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-        value = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32) * factor
-        target_P = place_P
-    else:
-        scale_P = tl.load(scales_P + slot_P)
-        value = total * (scale_P[None, :] if WEIGHTS_LEFT else scale_P[:, None])
-        target_P = slot_P
-    start_P = target_P.to(tl.int64) * num_out
-    if WEIGHTS_LEFT:
-        tl.store(
-            out + start_P[None, :] + out_O[:, None], value.to(dtype), mask=is_slot[None, :] & is_out[:, None]
-        )
-    else:
-        tl.store(
-            out + start_P[:, None] + out_O[None, :], value.to(dtype), mask=is_slot[:, None] & is_out[None, :]
-        )
-
-
-@triton.jit
-def _load(pointer, column, NUM_IN: tl.constexpr, BLOCK_I: tl.constexpr):
-    """A tile, with zeros behind the last column."""
-    if NUM_IN % BLOCK_I == 0:
-        return tl.load(pointer)
-    else:
-        return tl.load(pointer, mask=column < NUM_IN, other=0.0)

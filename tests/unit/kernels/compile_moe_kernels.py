@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from compile_fused_kernels import compile_launch
 
-from gapless.kernels import moe, moe_jit, moe_sum, moe_sum_jit
+from gapless.kernels import moe, moe_jit, moe_product_jit, moe_sum, moe_sum_jit
 
 NUM_EXPERTS, TOP_K, HIDDEN, SIZE = 128, 8, 2048, 768
 CASES = ((torch.bfloat16, 1), (torch.float16, 32), (torch.bfloat16, 2048), (torch.float32, 256))
@@ -48,9 +48,13 @@ class Launcher:
 
 
 def main() -> None:
-    for module, source in ((moe, moe_jit), (moe_sum, moe_sum_jit)):
+    for module, name, source in (
+        (moe, "_kernels", moe_jit),
+        (moe, "_product_kernels", moe_product_jit),
+        (moe_sum, "_kernels", moe_sum_jit),
+    ):
         kernels = CompilingKernels(source)
-        module._kernels = lambda kernels=kernels: kernels  # type: ignore[attr-defined]
+        setattr(module, name, lambda kernels=kernels: kernels)
         module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from gapless.graphs import ops
-from gapless.kernels import activation, linear, media, moe, moe_sum, mrope, norm, rope_cache
+from gapless.kernels import activation, layer_norm, linear, media, moe, moe_sum, mrope, norm, rope_cache
 from gapless.models import grouped_experts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter was not chosen")
@@ -31,6 +31,7 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     activation.fused_silu_mul: (HIDDEN,),
     rope_cache.rotate_into_cache: (QKV, None, 0.0, ROPE, IDS, IDS, CACHE, CACHE.clone()),
     rope_cache.rotate_heads: (QKV, None, 0.0, ROPE, IDS, 1),
+    layer_norm.fused_add_layer_norm: (HIDDEN, HIDDEN, WEIGHT, WEIGHT, 1e-6),
     mrope.axis_rows: (IDS, torch.rand(4), torch.zeros(4, dtype=torch.int32), 1.0, torch.float32),
     media.embed_media: (IDS, torch.randn(5, 16), HIDDEN, IDS),
     media.fused_add_media_rms_norm: (HIDDEN, HIDDEN, HIDDEN, IDS, WEIGHT, 1e-6),

@@ -147,6 +147,24 @@ def test_of_equal_probabilities_the_lower_experts_win() -> None:
     assert experts.tolist() == [[0, 1, 2], [2, 4, 0], [1, 2, 3]]
 
 
+@pytest.mark.parametrize("num_experts", [6, 128, 160])
+def test_of_equal_probabilities_of_a_single_token_the_lower_experts_win_too(num_experts: int) -> None:
+    """A single token is routed in another way, unless there are too many experts for it."""
+    case = Case(num_tokens=1, num_experts=num_experts, top_k=4, hidden=4, size=4, real=(0, 1))
+    inputs = make_inputs(case)
+    inputs.logits_TN.zero_()
+    inputs.logits_TN[0, 5] = inputs.logits_TN[0, 2] = 1.0
+    weights, experts = route(case, inputs)[:2]
+    assert experts.tolist() == [[2, 5, 0, 1]]
+    check_routing(case, route(case, inputs), inputs.logits_TN)
+    inputs.logits_TN[0, num_experts - 1] = torch.nan
+    weights, experts, slots, _, counts = route(case, inputs)
+    assert weights.isnan().all()
+    assert experts.tolist() == [[0, 1, 2, 3]]
+    assert slots.tolist() == [0, 1, 2, 3]
+    assert counts.sum() == 4
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_breaks_no_other_and_stays_broken(value: float) -> None:
     case = Case(num_tokens=3, num_experts=4, top_k=2, hidden=16, size=8, real=(0, 3))
