@@ -179,8 +179,8 @@ def read_vl_config(raw: RawConfig, *, source: str) -> VisionLanguageConfig:
         merge_size=sizes.get("spatial_merge_size", 2),
         temporal_patch_size=sizes.get("temporal_patch_size", 2),
         tokens_per_second=sizes.get("tokens_per_second", 4),
-        num_deepstack=len(vision.get("deepstack_visual_indexes", (8, 16, 24)))
-        if family.layout == "interleaved"
+        num_deepstack=_num_deepstack(vision, depth=sizes.get("depth", 27), source=source)
+        if "deepstack_visual_indexes" in family.tower_keys
         else 0,
     )
 
@@ -234,6 +234,17 @@ def _sections(value: Any, source: str) -> tuple[int, int, int]:
         if all(isinstance(size, int) and size > 0 for size in value):
             return temporal, vertical, horizontal
     raise ModelError(f"{source}: mrope_section={value!r} must be three positive integers")
+
+
+def _num_deepstack(vision: RawConfig, *, depth: int, source: str) -> int:
+    layers = vision.get("deepstack_visual_indexes", [8, 16, 24])
+    is_list = isinstance(layers, (list, tuple)) and all(type(layer) is int for layer in layers)
+    if not is_list or len(set(layers)) < len(layers) or not set(layers) <= set(range(depth)):
+        raise ModelError(
+            f"{source}: vision_config.deepstack_visual_indexes={layers!r} must be a list of different layers "
+            f"from 0 to {depth - 1}"
+        )
+    return len(layers)
 
 
 def _object(raw: RawConfig, key: str, source: str) -> Mapping[str, Any] | None:

@@ -243,7 +243,11 @@ def test_extended_rotation_keeps_its_axes() -> None:
         (QWEN3_VL_8B, ("text_config.num_experts", 8), "num_experts"),
         (QWEN3_VL_8B, ("new_key", 1), "'new_key'"),
         (QWEN3_VL_8B, ("quantization_config", {"bits": 4}), "quantised"),
-        (QWEN3_VL_8B, ("vision_config.deepstack_visual_indexes", [0] * 37), "37 entries"),
+        (QWEN3_VL_8B, ("text_config.num_hidden_layers", 2), "3 entries, the text"),
+        (QWEN3_VL_8B, ("vision_config.deepstack_visual_indexes", 3), "=3 must be a list of different layers"),
+        (QWEN3_VL_8B, ("vision_config.deepstack_visual_indexes", [8, 8]), "different layers"),
+        (QWEN3_VL_8B, ("vision_config.deepstack_visual_indexes", [8, 27]), "from 0 to 26"),
+        (QWEN3_VL_8B, ("vision_config.deepstack_visual_indexes", [-1]), "from 0 to 26"),
         (QWEN3_VL_8B, ("vision_config.window_size", 112), "window_size"),
     ],
 )

@@ -65,7 +65,7 @@ def test_windowed_and_full_layers_equal_transformers(full: list[int]) -> None:
     assert_close(runner.run(items), [of_transformers(tower, item) for item in items])
 
 
-@pytest.mark.parametrize("taps", [[], [0, 1]], ids=str)
+@pytest.mark.parametrize("taps", [[], [0, 1], [1, 0]], ids=str)
 def test_any_number_of_deepstack_layers_equals_transformers(taps: list[int]) -> None:
     config = {**CONFIGS["qwen3_vl"], "deepstack_visual_indexes": taps}
     tower = make_tower("qwen3_vl", config, dtype=torch.float32, device=CPU.torch_device)

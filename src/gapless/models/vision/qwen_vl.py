@@ -142,7 +142,8 @@ class Qwen3Tower(VisionTower):
         for index, block in enumerate(module.blocks):
             blocks.run(block, segments)
             if index in module.deepstack_visual_indexes:
-                merger = module.deepstack_merger_list[len(taps_UE)]
+                # in any order: a merger belongs to the layer that it is listed for
+                merger = module.deepstack_merger_list[module.deepstack_visual_indexes.index(index)]
                 taps_UE.append(merger(blocks.hidden()))
         embeds_UE = module.merger(blocks.hidden())
         return (embeds_UE, torch.stack(taps_UE, dim=1)) if taps_UE else (embeds_UE,)
