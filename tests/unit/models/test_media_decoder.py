@@ -257,8 +257,9 @@ def test_a_captured_step_with_media_serves_other_media(device: Any) -> None:
             assert torch.equal(out, case.forward(*values))
 
 
-def test_a_traced_step_with_media_serves_other_sizes(device: Any) -> None:
-    case = Case("qwen3_vl")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_traced_step_with_media_serves_other_sizes(fused: bool, device: Any) -> None:
+    case = Case("qwen3_vl", fused=fused)
 
     def forward(ids: Tensor, positions: Tensor, media: Tensor, is_media: Tensor, features: Tensor) -> Tensor:
         return case.forward(ids, positions, media, is_media, features)
