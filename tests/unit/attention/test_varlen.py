@@ -133,6 +133,7 @@ def test_the_kernel_equals_the_reference_on_random_segments(lens, num_pads) -> N
 
 
 @interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_segment_that_holds_no_numbers_spoils_no_other(name: str, broken: float) -> None:

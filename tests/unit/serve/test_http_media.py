@@ -343,6 +343,14 @@ def test_placeholders_in_a_users_text_do_not_pass_for_images(qwen3):
     assert "2 image placeholders" in answer.json()["error"]["message"]
 
 
+def test_placeholders_without_any_image_are_text_like_any_other(qwen3):
+    client = make_client()
+    assert post(make_app(qwen3, client), CHAT, body("<|image_pad|><|video_pad|>")).status_code == 200
+    (request,) = client.requests
+    assert request.media is None
+    assert [request.prompt_token_ids.count(token) for token in (IMAGE_ID, VIDEO_ID)] == [1, 1]
+
+
 def test_a_template_that_shows_no_images_is_refused(qwen3):
     app = make_app(qwen3, chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
     answer = post(app, CHAT, body(image()))
