@@ -32,6 +32,9 @@ from gapless.serve.replica_stats import SharedClock, StatsHistory, add_stats
 
 MAX_ATTEMPTS = 2
 POLL_S = 2.0
+GONE_AFTER = 30
+"""Rounds without an answer after which a replica's totals are taken for final: one that was only slow brings
+them again, and they must not count twice."""
 _POLL_LIMIT_S = 10.0
 _BUSY_RETRY_S = 1.0
 
@@ -46,6 +49,7 @@ class RayClient:
         self._info: EngineInfo | None = None
         self._views: dict[str, dict[str, Any]] = {}
         self._indices: dict[str, int] = {}
+        self._silent: dict[str, tuple[int, dict[str, Any]]] = {}
         self._gone = StatsHistory()
         self._clock = SharedClock()
         self._polled_s = time.monotonic()
@@ -78,7 +82,10 @@ class RayClient:
 
     def stats(self) -> dict[str, Any]:
         parts = [view["stats"] for view in self._views.values()]
-        total = add_stats([self._gone.now({}), *parts])
+        silent = StatsHistory()
+        for _, stats in self._silent.values():
+            silent.retire(stats)
+        total = add_stats([self._gone.now({}), silent.now({}), *parts])
         known = {
             self._indices[name]: view["stats"]["uptime_s"]
             for name, view in self._views.items()
@@ -118,7 +125,7 @@ class RayClient:
         await self._ask_all("reset_prefix_cache")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Delta]]:
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(request.num_deaths + 1, MAX_ATTEMPTS + 1):
             has_begun = is_over = False
             stream = self._handle.options(stream=True).generate.remote(request)
             try:
@@ -134,7 +141,10 @@ class RayClient:
             except (RayActorError, EngineDeadError) as error:
                 is_over = True
                 if has_begun or attempt == MAX_ATTEMPTS:
-                    raise ReplicaLostError(f"the replica of this request has died: {error}") from None
+                    raise ReplicaLostError(
+                        f"the replica of this request has died: {error}",
+                        may_restart=request.is_whole and attempt < MAX_ATTEMPTS,
+                    ) from None
                 logger.warning("request %s is sent to another replica", request.request_id)
             finally:
                 if not is_over:
@@ -175,7 +185,15 @@ class RayClient:
         answers = [answer for answer in await self._ask_all("status") if isinstance(answer, dict)]
         views = {answer["replica"]: answer for answer in answers}
         for name in self._views.keys() - views.keys():
-            self._gone.retire(self._views[name]["stats"])
+            self._silent[name] = (0, self._views[name]["stats"])
+        for name, (num_rounds, stats) in list(self._silent.items()):
+            if name in views:
+                del self._silent[name]
+            elif num_rounds < GONE_AFTER:
+                self._silent[name] = (num_rounds + 1, stats)
+            else:
+                del self._silent[name]
+                self._gone.retire(stats)
         for name in views:
             self._index(name)
         self._views, self._polled_s = views, time.monotonic()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -26,6 +27,15 @@ _TELLS_COMPLETION = hasattr(RequestRouter, "on_request_completed")
 """Older versions of Ray do not say when a request is over: then only what Ray knows counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """``pending`` is held so that its ``id`` is nobody else's meanwhile."""
+
+    pending: PendingRequest
+    replica_id: ReplicaID
+    prefix: list[bytes]
+
+
 class PrefixAwareRouter(RequestRouter):
     """For deployments whose methods take a ``GenerateRequest`` or an ``EmbedRequest``."""
 
@@ -36,7 +46,7 @@ class PrefixAwareRouter(RequestRouter):
         self._numbers: dict[ReplicaID, int] = {}
         self._next_number = itertools.count()
         self._sent: Counter[ReplicaID] = Counter()
-        self._chosen: OrderedDict[int, tuple[ReplicaID, list[bytes]]] = OrderedDict()
+        self._chosen: OrderedDict[int, _Chosen] = OrderedDict()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -44,10 +54,10 @@ class PrefixAwareRouter(RequestRouter):
         if not candidate_replicas:
             return []
         # Ray may ask again until a replica has room; the prompt is named once.
-        _, prefix = self._chosen.pop(id(pending_request), (None, None))
-        if prefix is None:
-            prefix = _name(pending_request, self._block_size)
-        chosen = Counter(replica_id for replica_id, _ in self._chosen.values())
+        prefix = self._take_prefix(pending_request)
+        for given_up in [key for key, each in self._chosen.items() if each.pending.future.cancelled()]:
+            del self._chosen[given_up]  # its caller has gone before a replica had room: it is nobody's load
+        chosen = Counter(each.replica_id for each in self._chosen.values())
         by_number = {self._number(replica.replica_id): replica for replica in candidate_replicas}
         loads = {
             number: self._load(replica.replica_id) + chosen[replica.replica_id]
@@ -55,7 +65,7 @@ class PrefixAwareRouter(RequestRouter):
         }
         best = self._choices.choose(loads, prefix).replica
         if pending_request is not None:
-            self._chosen[id(pending_request)] = (by_number[best].replica_id, prefix)
+            self._chosen[id(pending_request)] = _Chosen(pending_request, by_number[best].replica_id, prefix)
             while len(self._chosen) > MAX_PENDING:
                 self._chosen.popitem(last=False)
         rest = sorted(loads.keys() - {best}, key=lambda number: (loads[number], number))
@@ -67,10 +77,7 @@ class PrefixAwareRouter(RequestRouter):
             self._sent[replica_id] += 1
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        _, prefix = self._chosen.pop(id(pending_request), (None, None))
-        if prefix is None:
-            prefix = _name(pending_request, self._block_size)
-        self._choices.sent(self._number(replica_id), prefix)
+        self._choices.sent(self._number(replica_id), self._take_prefix(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         super().on_request_completed(replica_id, internal_request_id)
@@ -88,6 +95,10 @@ class PrefixAwareRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._forget(replica_id)
+
+    def _take_prefix(self, pending_request: PendingRequest | None) -> list[bytes]:
+        known = self._chosen.pop(id(pending_request), None)
+        return _name(pending_request, self._block_size) if known is None else known.prefix
 
     def _forget(self, replica_id: ReplicaID) -> None:
         number = self._numbers.pop(replica_id, None)

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gapless.serve.deltas import Deltas
-from gapless.serve.messages import Delta, TokenLogprob
+import msgspec
+
+from gapless.serve.client import EngineClient, ReplicaLostError
+from gapless.serve.deltas import Deltas, deltas_of
+from gapless.serve.messages import Delta, GenerateRequest, TokenLogprob
+from gapless.serve.metrics import RequestClock
 from gapless.serve.responses import PromptDetails, Usage
 
 
@@ -65,6 +69,26 @@ class Collected:
     choices: list[list[Choice]]
     prompt_logprobs: dict[int, list[list[TokenLogprob] | None]]
     usage: UsageCounter
+
+
+async def collect_whole(
+    client: EngineClient, requests: Sequence[GenerateRequest], *, clock: RequestClock, n: int
+) -> Collected:
+    """Answers of which their caller sees nothing before the end: so all begin anew, once, when a replica dies
+    in the middle. Under other names: the first attempt of some may still be running."""
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    whole = [msgspec.structs.replace(request, is_whole=True) for request in requests]
+    try:
+        return await collect(deltas_of(client, whole, clock=clock), num_prompt_tokens=lengths, n=n)
+    except ReplicaLostError as error:
+        if not error.may_restart:
+            raise
+    clock.restart()
+    again = [
+        msgspec.structs.replace(request, request_id=f"{request.request_id}-again", num_deaths=1)
+        for request in requests
+    ]
+    return await collect(deltas_of(client, again, clock=clock), num_prompt_tokens=lengths, n=n)
 
 
 async def collect(deltas: Deltas, *, num_prompt_tokens: Sequence[int], n: int) -> Collected:

@@ -21,7 +21,13 @@ class EngineDeadError(GaplessError):
 
 
 class ReplicaLostError(EngineDeadError):
-    """One of several engine processes has died in the middle of this request; others go on."""
+    """One of several engine processes has died in the middle of this request; others go on.
+
+    ``may_restart``: the request was marked ``is_whole``, and may be asked again from its beginning."""
+
+    def __init__(self, message: str, *, may_restart: bool = False) -> None:
+        super().__init__(message)
+        self.may_restart = may_restart
 
 
 class EngineRestartingError(GaplessError):

@@ -25,7 +25,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
     delta of each choice is sent, with all of it. ``prompt_logprobs`` k asks for the log-probabilities of the
     prompt's own tokens and of the k best beside them. ``grammar`` constrains the text. Requests with another
     ``cache_extra`` share no cached prefix with this one. ``media``: what the placeholders among the tokens
-    stand for.
+    stand for. Between HTTP side and client only: ``is_whole``, its reader passes nothing on before the end;
+    ``num_deaths``, how many replicas have died with it.
     """
 
     request_id: str
@@ -36,6 +37,8 @@ class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
     grammar: Grammar | None = None
     cache_extra: bytes = b""
     media: Media | None = None
+    is_whole: bool = False
+    num_deaths: int = 0
 
 
 class MediaPart(msgspec.Struct, frozen=True, kw_only=True):

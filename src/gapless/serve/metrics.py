@@ -87,6 +87,11 @@ class RequestClock:
             if delta.finish_reason is not None:
                 self._finish(times, now)
 
+    def restart(self) -> None:
+        """All choices begin again, unseen by the caller; how long the first attempt took stays."""
+        for times in self._choices.values():
+            times.num_tokens = 0
+
     def _begin(self, position: int) -> None:
         if position not in self._has_begun and position < len(self.num_prompt_tokens):
             self._has_begun.add(position)

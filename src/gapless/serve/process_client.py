@@ -108,23 +108,23 @@ class ProcessClient:
         ``EngineDeadError``; the process is gone then.
         """
         self._progress = progress
-        self._addresses = Addresses.make()
-        self._channel = ClientChannel(self._addresses)
-        self._process = launch(
-            self._open_engine, self._addresses, log_level=self._log_level, environment=self._environment
-        )
-        self._last_life_s = time.monotonic()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._channel.fd, self._read)
-        loop.add_reader(self._process.sentinel, self._check_process)
-        self._watcher = loop.create_task(self._watch(), name="engine-watch")
         try:
+            self._addresses = Addresses.make()
+            self._channel = ClientChannel(self._addresses)
+            self._process = launch(
+                self._open_engine, self._addresses, log_level=self._log_level, environment=self._environment
+            )
+            self._last_life_s = time.monotonic()
+            loop = asyncio.get_running_loop()
+            loop.add_reader(self._channel.fd, self._read)
+            loop.add_reader(self._process.sentinel, self._check_process)
+            self._watcher = loop.create_task(self._watch(), name="engine-watch")
             await self._started.wait()
             if self._death is not None:
                 if self._failed is not None and self._failed.is_user_error:
                     raise ConfigError(self._failed.message)
                 raise self._death
-        except BaseException:  # a cancelled start, too, must leave no process behind
+        except BaseException:  # a cancelled start, too, must leave no process, socket or file behind
             await self.close()
             raise
 
@@ -132,6 +132,7 @@ class ProcessClient:
         """End the process and return its exit code. What still runs after ``drain_s`` is aborted."""
         process = self._process
         if process is None:
+            self._release()
             return 0
         self._is_draining = self._is_closing = True
         if process.is_alive() and self.is_alive:

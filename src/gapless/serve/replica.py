@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gapless.errors import GaplessError
 from gapless.serve.client import ReplicaView
 from gapless.serve.process_client import ProcessClient, ProgressCallback
 from gapless.serve.replica_stats import StatsHistory
@@ -112,10 +111,12 @@ class Replica:
     async def _supervise(self) -> None:
         num_deaths = 0
         ready_s = time.monotonic()
+        death: Exception | None = None
         while True:
-            death = await self.client.wait_dead()
-            if time.monotonic() - ready_s >= self._rule.forgiven_after_s:
-                num_deaths = 0
+            if death is None:
+                death = await self.client.wait_dead()
+                if time.monotonic() - ready_s >= self._rule.forgiven_after_s:
+                    num_deaths = 0
             num_deaths += 1
             self._last_death = str(death)
             is_last = num_deaths > self._rule.max_restarts
@@ -130,18 +131,19 @@ class Replica:
             pause_s = self._rule.pause_s(num_deaths)
             logger.warning("replica %d is started again in %g s", self.index, pause_s)
             await asyncio.sleep(pause_s)
-            await self._start_again()
+            death = await self._start_again()
             ready_s = time.monotonic()
 
-    async def _start_again(self) -> None:
-        """A start that fails leaves a client that has died, which the next turn of the loop finds."""
+    async def _start_again(self) -> Exception | None:
+        """Why it did not start. Whatever that is (no memory for a process, no more files), it is one more
+        death, and not the end of this task, which nobody would notice."""
         self.num_restarts += 1
         self.client = self._make_client()
         try:
             await self.client.start()
-        except GaplessError as error:
-            logger.error("replica %d did not start: %s", self.index, error)
-            return
+        except Exception as error:
+            return error
         self._state = "ready"
         logger.warning("replica %d is ready again", self.index)
         self._on_change(self)
+        return None

@@ -40,7 +40,7 @@ _UNLIMITED = 2**40
 """For the limits of one replica: those of the sum are checked before."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Inside:
     """A request that is inside, and what it weighs where it is."""
 
@@ -223,7 +223,7 @@ class ReplicaSet:
         output = expected_tokens(num_choices, _int_of(request.params, "max_tokens", None))
         prefix = self._name_prefix(request)
         try:
-            for attempt in range(1, MAX_ATTEMPTS + 1):
+            for attempt in range(request.num_deaths + 1, MAX_ATTEMPTS + 1):
                 replica = self._send(request, inside, prefix, output=output, is_retry=attempt > 1)
                 has_begun = False
                 stream = replica.client.generate(_copy(request))
@@ -232,7 +232,7 @@ class ReplicaSet:
                         if not has_begun:
                             has_begun = True
                             inside.has_begun()
-                            if request.media is not None:
+                            if request.media is not None and not request.is_whole:
                                 request.media.parts.clear()  # no other replica will need them
                         yield deltas
                     return
@@ -240,11 +240,12 @@ class ReplicaSet:
                     if self._is_closing:
                         raise
                     if has_begun or attempt == MAX_ATTEMPTS:
-                        raise _lost(replica, error) from None
+                        may_restart = request.is_whole and attempt < MAX_ATTEMPTS
+                        raise _lost(replica, error, may_restart=may_restart) from None
                 finally:
                     await stream.aclose()  # type: ignore[attr-defined]
         finally:
-            self._leave(request.request_id)
+            self._leave(request.request_id, inside)
 
     async def embed(self, request: EmbedRequest) -> list[float]:
         inside = self._enter(request.request_id, _Inside(1))
@@ -261,13 +262,15 @@ class ReplicaSet:
                         raise _lost(replica, error) from None
             raise AssertionError("the last attempt returns or raises")
         finally:
-            self._leave(request.request_id)
+            self._leave(request.request_id, inside)
 
     def _enter(self, request_id: str, inside: _Inside) -> _Inside:
         if self._died.is_set():
             raise self._death()
         if self._is_draining:
             raise EngineDrainingError("the server is shutting down and takes no new requests")
+        if not any(replica.is_ready for replica in self._replicas):
+            raise self._none_ready()
         if request_id in self._inside:
             raise RequestError(f"request_id={request_id!r} is already in use; wait until it has finished")
         self._admission.enter(inside.num_choices, num_bytes=inside.num_bytes)
@@ -275,11 +278,13 @@ class ReplicaSet:
         self._idle.clear()
         return inside
 
-    def _leave(self, request_id: str) -> None:
-        """Also told by the replica, as soon as the engine is done with it; only the first time counts."""
-        inside = self._inside.pop(request_id, None)
-        if inside is None:
+    def _leave(self, request_id: str, only: _Inside | None = None) -> None:
+        """Also told by the replica, as soon as the engine is done with it; only the first time counts.
+        ``only``: not when the name is another request's by now."""
+        inside = self._inside.get(request_id)
+        if inside is None or only not in (None, inside):
             return
+        del self._inside[request_id]
         inside.move(None)
         self._admission.leave(inside.num_choices, num_bytes=inside.num_bytes)
         if not self._inside:
@@ -366,5 +371,7 @@ def _int_of(params: Mapping[str, Any], name: str, default: Any) -> Any:
     return value if isinstance(value, int) and value >= 1 else default
 
 
-def _lost(replica: Replica, error: Exception) -> ReplicaLostError:
-    return ReplicaLostError(f"replica {replica.index}, which ran this request, has died: {error}")
+def _lost(replica: Replica, error: Exception, *, may_restart: bool = False) -> ReplicaLostError:
+    return ReplicaLostError(
+        f"replica {replica.index}, which ran this request, has died: {error}", may_restart=may_restart
+    )

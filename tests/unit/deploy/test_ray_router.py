@@ -94,9 +94,9 @@ def test_a_dead_replica_is_forgotten(router):
 def test_prompts_are_named_once_however_often_ray_asks(router):
     pending = asked(3)
     choose(router, pending)
-    _, names = router._chosen[id(pending)]
+    names = router._chosen[id(pending)].prefix
     choose(router, pending)
-    assert router._chosen[id(pending)][1] is names
+    assert router._chosen[id(pending)].prefix is names
     router.on_request_routed(pending, A.replica_id, None)
     assert not router._chosen
 
@@ -134,3 +134,22 @@ def test_calls_that_carry_no_prompt_go_to_the_least_busy(router):
     busy(router, A, 1)
     busy(router, B, 1)
     assert choose(router, asyncio.run(make()))[0] == C
+
+
+def test_who_gave_up_before_a_replica_had_room_is_no_load(router):
+    for number in range(6):
+        pending = asked(100 + number)
+        choose(router, pending, A)
+        pending.future.cancel()
+    busy(router, B, 1)
+    busy(router, C, 1)
+    assert choose(router, asked(3))[0] == A
+    assert len(router._chosen) == 1
+
+
+def test_a_request_that_waits_is_not_mistaken_for_a_later_one(router):
+    """Its identity is its address, which is free again once nobody holds it."""
+    choose(router, asked(5))
+    assert all(id(each.pending) == key for key, each in router._chosen.items())
+    router.on_request_routed(asked(6), B.replica_id, None)
+    assert choose(router, asked(6))[0] == B

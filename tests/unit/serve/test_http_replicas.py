@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from http_fakes import FakeClient, call, chat_body, make_app, post
+from http_fakes import FakeClient, answer, call, chat_body, make_app, post, text_body
 from test_replica_stats import stats
 
 from gapless.serve.client import (
@@ -135,3 +135,59 @@ def test_a_stream_whose_replica_dies_ends_with_the_error_and_without_done():
     events = [line for line in response.text.split("\n\n") if line]
     assert "replica_died" in events[-1]
     assert "[DONE]" not in response.text
+
+
+class LosesTheFirst(FakeClient):
+    """A replica dies in the middle of its first ``num_lost`` requests."""
+
+    def __init__(self, num_lost: int, *, may_restart: bool = True) -> None:
+        super().__init__(self._script)
+        self.num_left, self.may_restart = num_lost, may_restart
+
+    def _script(self, request):
+        whole = list(answer("Hello")(request))
+        if not self.num_left:
+            return whole
+        self.num_left -= 1
+        return [whole[0], ReplicaLostError("replica 1", may_restart=self.may_restart and request.is_whole)]
+
+
+BODIES = {"/v1/chat/completions": chat_body, "/v1/completions": text_body}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_that_is_not_streamed_begins_anew_when_its_replica_dies(path):
+    client = LosesTheFirst(1)
+    app = make_app(client)
+    response = post(app, path, BODIES[path]())
+    assert response.status_code == 200
+    choice = response.json()["choices"][0]
+    assert choice.get("text", choice.get("message", {}).get("content")) == "Hello"
+    assert response.json()["usage"]["completion_tokens"] == 5
+    first, second = client.requests
+    assert (first.is_whole, first.num_deaths, second.num_deaths) == (True, 0, 1)
+    assert first.request_id != second.request_id
+    metrics = call(app, "GET", "/metrics").text
+    assert 'vllm:request_generation_tokens_sum{engine="0",model_name="fake-model"} 5.0' in metrics
+
+
+def test_all_prompts_of_a_request_begin_anew_together():
+    client = LosesTheFirst(1)
+    response = post(make_app(client), "/v1/completions", text_body(prompt=["a", "b", "c"]))
+    assert [choice["text"] for choice in response.json()["choices"]] == ["Hello"] * 3
+    assert not client.running
+
+
+@pytest.mark.parametrize(("num_lost", "may_restart"), [(2, True), (1, False)])
+def test_a_whole_answer_is_not_tried_for_ever(num_lost, may_restart):
+    client = LosesTheFirst(num_lost, may_restart=may_restart)
+    response = post(make_app(client), "/v1/chat/completions", chat_body())
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "replica_died")
+    assert len(client.requests) == num_lost
+
+
+def test_a_stream_that_has_begun_does_not_begin_anew():
+    client = LosesTheFirst(1)
+    response = post(make_app(client), "/v1/chat/completions", chat_body(stream=True))
+    assert "replica_died" in response.text
+    assert len(client.requests) == 1

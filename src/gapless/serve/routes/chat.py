@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from gapless.serve.answers import UsageCounter, collect
+from gapless.serve.answers import UsageCounter, collect_whole
 from gapless.serve.chat_format import ChatFormat, parser_for
 from gapless.serve.chat_stream import chat_events
 from gapless.serve.context import ServeContext, new_id, now
@@ -72,15 +72,16 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             media=prompt.media,
         )
         clock.num_prompt_tokens = [len(token_ids)]
-        deltas = deltas_of(context.client, [generate], clock=clock)
         if request.stream:
             events = chat_events(
                 format,
-                deltas,
+                deltas_of(context.client, [generate], clock=clock),
                 n=n,
                 usage=UsageCounter([len(token_ids)]),
                 includes_usage=request.includes_usage,
             )
             return await open_stream(events, http.receive)
-        collected = await unless_gone(http.receive, collect(deltas, num_prompt_tokens=[len(token_ids)], n=n))
+        collected = await unless_gone(
+            http.receive, collect_whole(context.client, [generate], clock=clock, n=n)
+        )
         return json_reply(format.completion(collected))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from gapless.serve.answers import UsageCounter, collect
+from gapless.serve.answers import UsageCounter, collect_whole
 from gapless.serve.context import ServeContext, new_id, now
 from gapless.serve.deltas import deltas_of, unless_gone
 from gapless.serve.errors import ApiError
@@ -77,17 +77,16 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             for number, token_ids in enumerate(prompts)
         ]
         clock.num_prompt_tokens = lengths = [len(token_ids) for token_ids in prompts]
-        deltas = deltas_of(context.client, requests, clock=clock)
         if request.stream:
             events = text_events(
                 format,
-                deltas,
+                deltas_of(context.client, requests, clock=clock),
                 usage=UsageCounter(lengths),
                 includes_usage=request.includes_usage,
                 num_prompts=len(prompts),
             )
             return await open_stream(events, http.receive)
-        collected = await unless_gone(http.receive, collect(deltas, num_prompt_tokens=lengths, n=n))
+        collected = await unless_gone(http.receive, collect_whole(context.client, requests, clock=clock, n=n))
         return json_reply(format.completion(collected))
 
 
