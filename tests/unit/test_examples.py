@@ -33,6 +33,7 @@ STRATEGIES = {
     "diffusion_blocks": "full",
     "mlp_with_break": "breakable",
     "encode_images": "full",
+    "encode_any_size": "full",
 }
 
 
