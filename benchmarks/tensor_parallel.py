@@ -55,6 +55,12 @@ def main() -> None:
             row |= agreement(answers[0], answers[-1])
             rows.append(row)
             print(json.dumps(row), flush=True)
+            save(args, rows)  # so that a run that is cut short leaves what it has
+    print(json.dumps(save(args, rows)))
+
+
+def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result so far, also as a file where one is asked for."""
     result = {
         "benchmark": "tensor_parallel",
         "meta": metadata(),
@@ -64,7 +70,7 @@ def main() -> None:
     }
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    return result
 
 
 def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, ...]:

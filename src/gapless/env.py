@@ -59,6 +59,9 @@ class Env:
     moe_backend: Literal["triton", "grouped_mm"] | None = None
     """``GAPLESS_MOE_BACKEND``: what multiplies experts on CUDA, our kernels or torch's ``grouped_mm``
     (bfloat16 only). None: our kernels where Triton is there."""
+    rank_timeout_s: float | None = None
+    """``GAPLESS_RANK_TIMEOUT``: seconds that a step of several ranks, or a stage of their start without
+    progress, may take before they are given up. None: what ``parallel/workers.py`` says."""
     triton_interpret: bool = False
     """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
 
@@ -84,6 +87,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         enable_prefix_caching=_bool_or_none(values, "GAPLESS_ENABLE_PREFIX_CACHING"),
         api_keys=tuple(key.strip() for key in values.get("GAPLESS_API_KEY", "").split(",") if key.strip()),
         moe_backend=_choice(values, "GAPLESS_MOE_BACKEND", ("triton", "grouped_mm")),
+        rank_timeout_s=_seconds(values, "GAPLESS_RANK_TIMEOUT"),
         triton_interpret=_bool(values, "TRITON_INTERPRET"),
     )
 
@@ -165,6 +169,19 @@ def _choice(values: Mapping[str, str], name: str, choices: tuple[str, ...]) -> A
     if text and text not in choices:
         raise ConfigError(f"{name}={text}: must be one of {', '.join(choices)}")
     return text or None
+
+
+def _seconds(values: Mapping[str, str], name: str) -> float | None:
+    text = values.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{name}={text}: must be a number of seconds above 0")
+    return seconds
 
 
 def _bool(values: Mapping[str, str], name: str, *, default: bool = False) -> bool:

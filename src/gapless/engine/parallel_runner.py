@@ -4,7 +4,7 @@ All ranks run the same ``ModelRunner`` over the same batch, so they dispatch to 
 tokens (draws depend on logits, seed and index, and gathered logits are the same bits everywhere) and keep
 them on their own device for the next step. Nothing comes back but trouble. Invariants: a step is told before
 it is run; when any rank fails, here or elsewhere, no further step starts and each one that was started ends
-with ``RankError`` instead of waiting. Read ``step_mirror.py`` for what is told.
+with ``RankError`` instead of waiting, also when a rank hangs. Read ``step_mirror.py`` for what is told.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class ParallelRunner:
 
     def reports_of_others(self) -> list[dict[str, Any]]:
         """The reports of ranks 1 to N - 1, after all steps that were launched."""
-        self._workers.send(TellReport())
-        return self._workers.receive()
+        with self._workers.watching("the report of the other ranks"):
+            self._workers.send(TellReport())
+            return self._workers.receive()
 
     def reset_report(self) -> None:
         self.inner.reset_report()
@@ -121,17 +122,21 @@ class ParallelRunner:
             return
         self._is_shut_down = True
         is_broken = self._workers.failure is not None
-        if not is_broken:
-            self._workers.send(None)  # they wait for us where the group ends
-        if not is_broken or self._group.torch_device.type == "cpu":
-            self.inner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
-        self._leave()
+        try:
+            with suppress(GaplessError):  # of a rank that goes just now
+                if not is_broken:
+                    self._workers.send(None)  # they wait for us where the group ends
+            if not is_broken or self._group.torch_device.type == "cpu":
+                self.inner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
+        finally:
+            self._leave()
 
     @contextmanager
     def _together(self, batch: ScheduledBatch) -> Iterator[None]:
         """What goes wrong here leaves the other ranks waiting in the middle of a step, so it is the end."""
         try:
-            yield
+            with self._workers.watching_step(batch.step_id, self._group.torch_device.type):
+                yield
         except RankError as error:
             self._workers.fail(error)  # unless the reason is known already
             self.check()

@@ -71,7 +71,7 @@ def serve(wires: RankWires, join: Callable[[StartRank], tuple[RankGroup, Any]]) 
             _set_up_logging(start.log_level, wires.rank)
             _open_and_run(start, wires, join)
     except BaseException as error:
-        if not isinstance(error, EOFError | BrokenPipeError):  # the first rank is gone: no one to tell
+        with suppress(OSError):  # the first rank is gone: no one to tell
             logger.debug("rank %d fails: %s", wires.rank, traceback.format_exc())
             wires.lifeline.send(Failure.of(wires.rank, error))
         os._exit(EXIT_FAILED)

@@ -10,7 +10,11 @@ for the steps after it.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -36,8 +40,17 @@ if TYPE_CHECKING:
 
 start_rank: StartProcess = partial(start_interpreter, "gapless.engine.rank_worker:main")
 """Starts the process of another rank."""
+_LOOK_S = 0.1
+"""While ranks meet, this often somebody looks whether all of them are still there."""
 _MEET_S = 120.0
 """Ranks that have all said they are there have met by then, or never will."""
+
+_HERE = "gapless/here/{}"
+"""What a rank sets in the store when it is about to join."""
+_meeting: threading.Thread | None = None
+"""The last one, which goes on for a while if it had to be given up."""
+
+_has_met_under_torchrun = False
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +82,29 @@ def open_ranks(
     try:
         level = max(logging.getLogger("gapless").getEffectiveLevel(), logging.ERROR)
         start = StartRank(config=config, size=size, port=port, log_level=level)
-        workers.send(start)
-        workers.receive()
+        with workers.watching("the start of the ranks' processes"):
+            workers.send(start)
+            workers.receive()
         torch_device = _device(device_type, local_rank)
-        group = _join(store, 0, config, torch_device)
+
+        def join() -> RankGroup:
+            _device(device_type, local_rank)  # CUDA's current device is that of a thread
+            return _join(store, 0, config, torch_device)
+
+        with workers.watching("the meeting of the ranks"):
+            _wait_for_all(store, size, workers)
+            group = _meet(workers, join)
+        group.share_cores()
         workers.on_failure(group.fail)
-        opened = open_one(config, torch_device=torch_device, group=group, progress=progress)
-        group.agree()
+
+        def report(stage: str, done: int, total: int) -> None:
+            workers.progress()
+            if progress is not None:
+                progress(stage, done, total)
+
+        with workers.watching("the start of the engine"):
+            opened = open_one(config, torch_device=torch_device, group=group, progress=report)
+            group.agree()
     except BaseException as error:
         failure = workers.failure
         workers.fail(RankError(f"rank 0 failed: {error}"))
@@ -84,22 +113,66 @@ def open_ranks(
             group.fail(RankError(str(error)))
             group.close()
             forget_group(group)
-        if failure is not None and isinstance(error, RankError):
-            raise failure from None
+        if failure is not None and isinstance(error, Exception):
+            raise failure from None  # what it has made of this rank's device or group is no news
         raise
     assert not isinstance(opened.runner, ParallelRunner)
     return replace(opened, runner=ParallelRunner(opened.runner, workers, group))
+
+
+def _wait_for_all(store: dist.Store, size: int, workers: Workers) -> None:
+    """Until the other ranks are about to join, so that one that is lost on its way leaves nobody in a call
+    that cannot be interrupted."""
+    keys = [_HERE.format(rank) for rank in range(1, size)]
+    while not store.check(keys):
+        workers.check()
+        time.sleep(_LOOK_S / 5)
+
+
+def _meet(workers: Workers, join: Callable[[], RankGroup]) -> RankGroup:
+    """``join()``, given up as soon as another rank fails."""
+    global _meeting
+    future: Future[RankGroup] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(join())
+        except BaseException as error:
+            future.set_exception(error)
+
+    _meeting = threading.Thread(target=run, name="rank-meeting", daemon=True)
+    _meeting.start()
+    while not future.done():
+        wait_for_futures([future], timeout=_LOOK_S)
+        if workers.failure is not None:
+            future.add_done_callback(_close_late)
+            workers.check()
+    if isinstance(future.exception(), RuntimeError | RankError):
+        workers.await_failure()  # most likely that of a rank that has gone in the middle of it
+    return future.result()
+
+
+def _close_late(future: Future[RankGroup]) -> None:
+    """A group that was made when it was not wanted any more."""
+    if future.exception() is None:
+        group = future.result()
+        group.fail(RankError("the ranks met too late"))
+        forget_group(group)
+        group.close()
 
 
 def join_local(start: StartRank, rank: int) -> tuple[RankGroup, torch.device]:
     """Group and device of a rank that was started by the first one, on its machine."""
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
     torch_device = _device(start.config.device, rank)
-    return _join(store, rank, start.config, torch_device), torch_device
+    group = _join(store, rank, start.config, torch_device)
+    group.share_cores()
+    return group, torch_device
 
 
 def _join(store: dist.Store, rank: int, config: EngineConfig, torch_device: torch.device) -> RankGroup:
     store.set_timeout(timedelta(seconds=_MEET_S))
+    store.set(_HERE.format(rank), "")
     group = RankGroup(
         store,
         rank=rank,
@@ -117,6 +190,13 @@ def _meet_under_torchrun(
     torchrun: TorchrunRank, config: EngineConfig, device_type: str
 ) -> tuple[Workers, dist.Store]:
     """The other ranks, for the first one. On the others: serve it, then leave."""
+    global _has_met_under_torchrun
+    if _has_met_under_torchrun:
+        raise ConfigError(
+            f"--tensor-parallel-size={torchrun.world_size}: under torchrun a program has one engine of "
+            "several ranks, with which the processes of the other ranks end; start a new program for another one"
+        )
+    _has_met_under_torchrun = True
     store, rank, size = next(dist.rendezvous("env://"))
     if rank == 0:
         return Workers(accept_ranks(store, torchrun.master_addr, size - 1)), store
@@ -141,6 +221,17 @@ def _torchrun_of(size: int) -> TorchrunRank | None:
 
 def _check(config: EngineConfig, *, device_type: str, is_local: bool) -> None:
     size = config.tensor_parallel_size
+    if is_local and dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            f"--tensor-parallel-size={size}: this process is in a group of torch.distributed already, that "
+            "of another engine with several ranks or the program's own; shut that down first (after a failed "
+            "one on GPUs: begin a new process), or run each engine in a process of its own"
+        )
+    if _meeting is not None and _meeting.is_alive():
+        raise ConfigError(
+            f"--tensor-parallel-size={size}: this process is still in the group of an engine that lost a "
+            "rank while its ranks met; begin a new process"
+        )
     if not dist.is_available():
         raise ConfigError(f"--tensor-parallel-size={size}: this torch was built without torch.distributed")
     if device_type == "cuda" and is_local and torch.cuda.device_count() < size:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.errors import CaptureError, GraphError
+from gapless.errors import CaptureError, GraphError, RankError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputViews, StaticInputs, Value, dim_size
 from gapless.graphs.capture import warm_up
@@ -280,7 +280,11 @@ class GraphRunner:
             bucket = self._warm_up(descriptor, times=times)
         except torch.OutOfMemoryError as error:
             if self.store.peers is not None:
-                self.store.peers.first_problem(WARM_UP_OUT_OF_MEMORY)
+                # Others may wait on the device, in a sum of their own warm-up: they cannot be asked.
+                raise RankError(
+                    f"{WARM_UP_OUT_OF_MEMORY} ({self.phase}, {descriptor.num_tokens} tokens): lower "
+                    "--chunked-prefill-size or --max-running-requests"
+                ) from error.with_traceback(None)
             raise CaptureError(
                 f"{WARM_UP_OUT_OF_MEMORY}: {error}", cause=WARM_UP_OUT_OF_MEMORY
             ) from error.with_traceback(None)  # its frames own the memory that later sizes need

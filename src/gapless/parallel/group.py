@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from gapless.env import prepare_nccl
+from gapless.env import inherited, prepare_nccl
 from gapless.errors import GraphError, RankError
 from gapless.parallel.one_shot import OneShotReducer, find_one_shot
 from gapless.parallel.shard import Shard
@@ -58,6 +58,7 @@ class RankGroup:
         self._one_shot: OneShotReducer | None = None
         self._failure: RankError | None = None
         self._failed = threading.Event()
+        self._threads_before: int | None = None
         self._is_apart = self._is_capturing = self._is_warm = self._is_closed = False
         self._owns_world = not dist.is_initialized()
         timeout = timedelta(seconds=timeout_s)
@@ -201,12 +202,21 @@ class RankGroup:
             self._tensors, self.torch_device, agree=self.agree, from_first=self.from_first
         )
 
+    def share_cores(self) -> None:
+        """On a CPU: this process takes its part of the threads, unless ``OMP_NUM_THREADS`` says how many each
+        takes. For the thread that runs steps; undone by ``close``."""
+        if self.torch_device.type == "cpu" and not inherited("OMP_NUM_THREADS"):
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(max(1, self._threads_before // self.size))
+
     def close(self) -> None:
         """Leave the group; graphs that hold its collectives must be gone. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
         self._one_shot = None
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
         if self._failure is not None:
             self._abort()
             if self.torch_device.type == "cuda":

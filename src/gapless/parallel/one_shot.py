@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 1024
 """Beyond this NCCL is quicker on every machine known."""
+_NUMBERS_OF_RANKS = (2, 4, 8)
+"""For others torch's kernel adds in another order on each rank, and so to other bits."""
 _ALIGNMENT = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 """What the kernel adds."""
@@ -43,6 +45,8 @@ class OneShotReducer:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         ops = torch.ops.symm_mem
+        if group.size() not in _NUMBERS_OF_RANKS:
+            raise RuntimeError(f"sums of {group.size()} ranks would differ between them")
         if not hasattr(ops, "one_shot_all_reduce_out"):
             raise RuntimeError("this torch has no one-shot sum")
         self.max_bytes = max_bytes
@@ -117,15 +121,15 @@ def find_one_shot(
 def _is_right(reducer: OneShotReducer, group: Any, torch_device: torch.device) -> bool:
     """Whether sums of a few sizes equal NCCL's, twice in a row (the buffer is used again)."""
     generator = torch.Generator(device=torch_device).manual_seed(dist.get_rank())
+    is_right = True  # to the end in any case: other ranks, to whom all looks well, wait for this one
     for size in (64, 4096, MAX_BYTES // 4):
         for _ in range(2):
             values = torch.randn(size, device=torch_device, generator=generator)
             wanted, found = values.clone(), values.clone()
             dist.all_reduce(wanted, group=group)
             reducer.all_reduce(found)
-            if not torch.allclose(wanted, found, rtol=1e-5, atol=1e-5):
-                return False
-    return True
+            is_right &= torch.allclose(wanted, found, rtol=1e-5, atol=1e-5)
+    return is_right
 
 
 def _seconds(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:

@@ -1,9 +1,9 @@
 """The other ranks as the first one sees them: started, spoken to, watched, ended.
 
 Processes are started by a fresh interpreter and not by ``multiprocessing``, whose spawning would run the
-caller's script again. A thread watches every lifeline. Invariants: when one rank fails or dies, the reason is
-noted, all others are ended and whoever waits in a collective is woken; after ``close`` no process is left.
-Read ``wire.py`` for the connections.
+caller's script again. A thread watches every lifeline, another one the clock, for a rank may hang without
+dying. Invariants: when one rank fails, dies or hangs, the reason is noted, all others are ended and whoever
+waits in a collective is woken; after ``close`` no process is left. Read ``wire.py`` for the connections.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
+from gapless.env import read_env
 from gapless.errors import GaplessError, RankError
+from gapless.parallel.watchdog import Watchdog
 from gapless.parallel.wire import RankWires, connection_of, inherited_pair, watch_lifelines
 
 _END_S = 10.0
 """A rank that was told to end and has not done so by then is killed."""
+
+STEP_LIMIT_S = {"cuda": 60.0, "cpu": 600.0}
+"""By device: a step that takes longer has a rank that hangs. CPUs are slow, and gloo gives up then too."""
+START_LIMIT_S = 600.0
+"""A start without progress on the first rank for so long has a rank that hangs."""
 
 _REASON_WAIT_S = 5.0
 """What a rank says of itself, or how its process has ended, is known by then."""
@@ -71,6 +78,8 @@ class Workers:
         self._is_closing = False
         self._on_failure: list[Callable[[RankError], None]] = []
         self._lock, self._send_lock = threading.Lock(), threading.Lock()
+        self._timeout_s = read_env().rank_timeout_s
+        self._watchdog = Watchdog(self._fail_late)
         self._watch = watch_lifelines(self._wires, on_failure=self._fail, describe=self._describe)
 
     @classmethod
@@ -118,6 +127,18 @@ class Workers:
         if failure is not None:
             callback(RankError(str(failure)))
 
+    def watching_step(self, step_id: int, device_type: str) -> AbstractContextManager[None]:
+        """The block waits for what all ranks do in a step; one that takes too long ends them all."""
+        limit_s = self._timeout_s or STEP_LIMIT_S.get(device_type, START_LIMIT_S)
+        return self._watchdog.watching(f"step {step_id}", limit_s)
+
+    def watching(self, name: str) -> AbstractContextManager[None]:
+        """As ``watching_step``, for anything else; ``progress`` gives it its whole time again."""
+        return self._watchdog.watching(name, self._timeout_s or START_LIMIT_S)
+
+    def progress(self) -> None:
+        self._watchdog.progress()
+
     def send(self, message: Any) -> None:
         """To every rank, in one piece. Raises the reason when one is gone."""
         with self._send_lock:
@@ -125,7 +146,7 @@ class Workers:
                 try:
                     wire.commands.send(message)
                 except OSError as error:
-                    self._wait_for_reason(error)
+                    self.wait_for_reason(error)
 
     def receive(self) -> list[Any]:
         """One message from every rank, in order."""
@@ -134,8 +155,18 @@ class Workers:
             try:
                 answers.append(wire.commands.recv())
             except (EOFError, OSError) as error:
-                self._wait_for_reason(error)
+                self.wait_for_reason(error)
         return answers
+
+    def wait_for_reason(self, error: BaseException) -> None:
+        """Raises why a rank does not answer, which may become known only in a moment."""
+        self.await_failure()
+        raise RankError(f"a rank does not answer any more: {error}") from error
+
+    def await_failure(self) -> None:
+        """Raises the reason if there is one within a moment."""
+        self._failed.wait(_REASON_WAIT_S)
+        self.check()
 
     def fail(self, error: GaplessError) -> None:
         """The first rank itself cannot go on."""
@@ -144,11 +175,13 @@ class Workers:
     def close(self) -> None:
         """End every rank, and wait for that. Safe to call twice."""
         self._is_closing = True
-        for wire in self._wires:
-            with suppress(OSError):
-                wire.commands.send(None)
+        self._watchdog.close()
         if self._failure is not None:
-            self._kill()
+            self._kill()  # told nothing: who hangs reads nothing
+        else:
+            for wire in self._wires:
+                with suppress(OSError):
+                    wire.commands.send(None)
         for process in self._processes:
             try:
                 process.wait(_END_S)
@@ -168,9 +201,18 @@ class Workers:
             self._failure = error
             callbacks = list(self._on_failure)
         self._failed.set()
+        self._kill()  # first: what callbacks abort on a device may take its time
         for callback in callbacks:
             callback(RankError(str(error)))
-        self._kill()
+
+    def _fail_late(self, name: str, limit_s: float) -> None:
+        others = f" (processes {', '.join(map(str, self.pids))})" if self._processes else ""
+        self._fail(
+            RankError(
+                f"{name} has not ended within {limit_s:g} s: one of {len(self._wires) + 1} ranks{others} "
+                "hangs; GAPLESS_RANK_TIMEOUT sets another limit, in seconds"
+            )
+        )
 
     def _kill(self) -> None:
         """Whoever waits for one of them in a collective is woken by that."""
@@ -180,11 +222,6 @@ class Workers:
         for wire in self._wires:  # of ranks that somebody else has started
             with suppress(OSError):
                 wire.lifeline.close()
-
-    def _wait_for_reason(self, error: BaseException) -> None:
-        self._failed.wait(_REASON_WAIT_S)
-        self.check()
-        raise RankError(f"a rank does not answer any more: {error}") from error
 
     def _wait_for_farewells(self) -> None:
         """Of ranks whose process is somebody else's: until they have left the group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -67,6 +68,45 @@ def has_too_little_memory(rank: int, commands: int, lifeline: int) -> None:
 
 def never_starts(rank: int, commands: int, lifeline: int) -> None:
     os._exit(5)
+
+
+def hangs_before_it_is_ready(rank: int, commands: int, lifeline: int) -> None:
+    time.sleep(1000)
+
+
+def hangs_before_it_joins(rank: int, commands: int, lifeline: int) -> None:
+    import gapless.engine.ranks
+
+    gapless.engine.ranks.join_local = lambda *_: time.sleep(1000)
+    main(rank, commands, lifeline)
+
+
+def hangs_while_it_loads(rank: int, commands: int, lifeline: int) -> None:
+    import gapless.engine.build
+
+    gapless.engine.build.load_model = lambda *_, **__: time.sleep(1000)
+    main(rank, commands, lifeline)
+
+
+def dies_while_all_meet(rank: int, commands: int, lifeline: int) -> None:
+    """After it has said that it is there: the first rank looks for it in the store."""
+    import gapless.engine.ranks
+
+    gapless.engine.ranks.join_local = lambda *_: os._exit(9)
+    main(rank, commands, lifeline)
+
+
+def runs_out_of_memory_in_a_warm_up(rank: int, commands: int, lifeline: int) -> None:
+    """Of the second size, while the others wait for it in the first sum of theirs."""
+    real = gapless.graphs.runner.GraphRunner._warm_up
+
+    def faulty(self: Any, descriptor: Any, *, times: int) -> Any:
+        if rank == 1 and self._is_warm:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, descriptor, times=times)
+
+    gapless.graphs.runner.GraphRunner._warm_up = faulty
+    main(rank, commands, lifeline)
 
 
 def _raise() -> None:

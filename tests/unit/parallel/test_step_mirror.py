@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import deque
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gapless.engine.inputs import BatchBuilder
 from gapless.engine.request import Request, make_sequences
 from gapless.engine.scheduler import Scheduler
+from gapless.engine.step import ScheduledBatch
 from gapless.engine.step_mirror import RunMessage, StepMessage, StepReader, StepWriter
 from gapless.sampling.params import SamplingParams
 
@@ -20,8 +24,11 @@ LIMITS = {"block_size": 16, "max_num_reqs": 4}
 class Mirror:
     """A scheduler, a writer, and a reader that gets what is written as bytes."""
 
-    def __init__(self, *, num_blocks: int = 33, budget: int = 32) -> None:
-        self.scheduler = Scheduler(num_blocks=num_blocks, max_num_batched_tokens=budget, **LIMITS)
+    def __init__(self, *, num_blocks: int = 33, budget: int = 32, caches: bool = False) -> None:
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks, max_num_batched_tokens=budget, enable_prefix_caching=caches, **LIMITS
+        )
+        self.in_flight: deque[ScheduledBatch] = deque()
         self.writer, self.reader = StepWriter(), StepReader()
         builder = {"max_num_tokens": budget, "max_blocks": num_blocks - 1, **LIMITS}
         self.here, self.there = BatchBuilder(**builder), BatchBuilder(**builder)
@@ -42,6 +49,13 @@ class Mirror:
 
     def step(self, token: int) -> bool:
         """Schedule, tell, compare, accept; False when there is nothing to do."""
+        if not self.launch():
+            return False
+        self.accept(token)
+        return True
+
+    def launch(self) -> bool:
+        """Schedule, tell, compare; the tokens become known at ``accept``."""
         batch = self.scheduler.schedule()
         if batch is None:
             return False
@@ -50,6 +64,11 @@ class Mirror:
         mirrored = self.reader.read(message)
         self._compare(batch, mirrored)
         self.scheduler.launched(batch)
+        self.in_flight.append(batch)
+        return True
+
+    def accept(self, token: int) -> None:
+        batch = self.in_flight.popleft()
         for entry in batch.sampled_entries:
             if entry.is_stale:
                 continue
@@ -57,7 +76,6 @@ class Mirror:
             if len(entry.sequence.token_ids) >= entry.sequence.request.max_total_tokens:
                 self.scheduler.finish(entry.sequence, reason="length")
         self.scheduler.complete(batch)
-        return True
 
     def _compare(self, batch, mirrored) -> None:
         assert mirrored.step_id == batch.step_id
@@ -102,6 +120,41 @@ def test_random_traffic_with_preemptions_and_aborts_is_the_same_there(seed):
     while mirror.step(token=3):
         pass
     assert any(sequence.generation for sequence in mirror.sequences), "nothing was preempted"
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 40), st.integers(1, 2)),
+        st.tuples(st.just("finish"), st.integers(0, 30), st.sampled_from(["abort", "stop", "error"])),
+        st.tuples(st.sampled_from(["launch", "launch", "launch", "accept", "accept", "reset", "distrust"])),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(events=EVENTS, num_blocks=st.sampled_from([9, 33]))
+def test_whatever_happens_with_steps_in_flight_is_the_same_there(events, num_blocks):
+    """Prefixes are shared and forgotten, sequences end while steps with them are on their way."""
+    mirror = Mirror(num_blocks=num_blocks, caches=True)
+    token = 3
+    for kind, *values in events:
+        token = (token * 7 + 1) % 97
+        if kind == "add":
+            mirror.add(values[0], max_tokens=values[1], n=values[2])
+        elif kind == "finish" and mirror.sequences:
+            mirror.scheduler.finish(mirror.sequences[values[0] % len(mirror.sequences)], reason=values[1])
+        elif kind == "launch" and len(mirror.in_flight) < 2:
+            mirror.launch()
+        elif kind == "accept" and mirror.in_flight:
+            mirror.accept(token)
+        elif kind == "reset":
+            mirror.scheduler.prefix_cache.reset()
+        elif kind == "distrust" and len(mirror.in_flight) == 1:
+            mirror.scheduler.distrust(mirror.in_flight[0])
+    while mirror.in_flight or mirror.launch():
+        mirror.accept(token)
+    assert not mirror.scheduler.has_unfinished
 
 
 def test_sequences_that_have_ended_are_forgotten_on_both_sides():
