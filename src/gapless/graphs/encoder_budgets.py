@@ -95,15 +95,6 @@ def total(sizes: Sequence[Sizes]) -> dict[str, int]:
     return {name: sum(item[name] for item in sizes) for name in sizes[0]}
 
 
-def cheapest_budget(sizes: Sizes, budgets: Sequence[Budget]) -> int | None:
-    """Index of the cheapest budget that holds ``sizes``; of equals the first."""
-    best: int | None = None
-    for index, budget in enumerate(budgets):
-        if fits(sizes, budget.sizes) and (best is None or budget.cost < budgets[best].cost):
-            best = index
-    return best
-
-
 def plan_packs(items: Sequence[Sizes], budgets: Sequence[Budget]) -> list[Pack]:
     """The cheapest way to run ``items`` in order; of equally cheap ways one with the fewest runs.
 

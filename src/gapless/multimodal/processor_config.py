@@ -24,7 +24,6 @@ _QWEN2_LIMITS = {"image": (56 * 56, 28 * 28 * 16384), "video": (128 * 28 * 28, 2
 _QWEN3_LIMITS = {"image": (65536, 16777216), "video": (4096, 25165824)}
 
 _ALWAYS_ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-_MAX_PIXELS_PER_SIDE = 2**16
 
 
 class ProcessorFiles:

@@ -12,9 +12,9 @@ from gapless.errors import ConfigError
 from gapless.graphs import encoder_budgets
 from gapless.graphs.encoder_budgets import (
     Budget,
+    Sizes,
     budget_ladder,
     ceil_to,
-    cheapest_budget,
     fits,
     greedy_packs,
     normalise_budgets,
@@ -34,6 +34,12 @@ sizes = st.builds(
 def budget_of(tokens: int, *, cost: float | None = None, segments: int | None = None) -> Budget:
     limits = {"tokens": tokens, "segments": tokens // 4 if segments is None else segments}
     return Budget(tokens=tokens, sizes=limits, cost=tokens if cost is None else cost)
+
+
+def cheapest_budget(sizes: Sizes, budgets: list[Budget]) -> int | None:
+    """Index of the cheapest that holds ``sizes``, by trying all."""
+    holding = [index for index, budget in enumerate(budgets) if fits(sizes, budget.sizes)]
+    return min(holding, key=lambda index: budgets[index].cost, default=None)
 
 
 ladders = st.lists(
