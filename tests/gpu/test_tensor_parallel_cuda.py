@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "parallel"))
 from forked_ranks import greedy, tokens_of, write_model
 
 from gapless import LLM, SamplingParams
-from gapless.errors import ConfigError, GaplessError
+from gapless.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +56,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("model"), **SIZES)
 
 
+# Before the tests that share an engine: a process holds one of several ranks at a time.
+def test_logits_are_those_of_one_gpu_up_to_the_noise_of_the_dtype(source: str):
+    found = []
+    for ranks in (1, 2):
+        with LLM(source, tensor_parallel_size=ranks, dtype="bfloat16", **OPTIONS) as llm:
+            tokens_of(llm, PROMPTS, greedy(1))
+            found.append(llm.runner.graphs.logits[: len(PROMPTS)].float().cpu().clone())
+    difference = (found[1] - found[0]) / found[0].std()
+    assert float(difference.square().mean().sqrt()) < 0.05
+
+
 @pytest.fixture(scope="module", params=STRATEGIES)
 def two(request: pytest.FixtureRequest, source: str) -> Iterator[LLM]:
     with LLM(source, tensor_parallel_size=2, **OPTIONS, **STRATEGIES[request.param]) as llm:
@@ -84,32 +95,46 @@ def test_ranks_draw_the_same_tokens_on_their_own_devices(two: LLM):
     assert two.runner.reports_of_others()[0]["steps"] == two.report()["steps"]
 
 
-def test_logits_are_those_of_one_gpu_up_to_the_noise_of_the_dtype(source: str):
-    found = []
-    for ranks in (1, 2):
-        with LLM(source, tensor_parallel_size=ranks, dtype="bfloat16", **OPTIONS) as llm:
-            tokens_of(llm, PROMPTS, greedy(1))
-            found.append(llm.runner.graphs.logits[: len(PROMPTS)].float().cpu().clone())
-    difference = (found[1] - found[0]) / found[0].std()
-    assert float(difference.square().mean().sqrt()) < 0.05
-
-
 def test_how_sums_are_made_is_reported(two: LLM):
     assert two.report()["startup"]["ranks"]["sums_by"].startswith(("one kernel up to", "NCCL only"))
 
 
-@pytest.mark.parametrize("when", ["idle", "busy"])
-def test_a_dead_rank_ends_the_engine(source: str, when: str):
-    with LLM(source, tensor_parallel_size=2, **OPTIONS) as llm:
-        (rank,) = llm.runner.worker_pids
-        stream = llm.stream(PROMPTS[0], greedy(400))
-        if when == "busy":
-            next(stream)
-        os.kill(rank, signal.SIGKILL)
-        start = time.monotonic()
-        with pytest.raises(GaplessError, match="rank 1 was killed by SIGKILL"):
-            list(stream)
-        assert time.monotonic() - start < 10
+DYING = """
+import os, signal, time
+from gapless import LLM, SamplingParams
+from gapless.errors import GaplessError
+llm = LLM({source!r}, tensor_parallel_size=2, **{options!r})
+(rank,) = llm.runner.worker_pids
+stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=400, detokenize=False, ignore_eos=True))
+if {is_busy}:
+    next(stream)
+os.kill(rank, {signal})
+start = time.monotonic()
+try:
+    list(stream)
+except GaplessError as error:
+    print(time.monotonic() - start, error)
+llm.shutdown()
+"""
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(signal.SIGKILL, "rank 1 was killed by SIGKILL"), (signal.SIGSTOP, "hangs; GAPLESS_RANK_TIMEOUT")],
+    ids=["killed", "hangs"],
+)
+def test_a_rank_that_is_lost_ends_the_engine(source: str, is_busy: bool, number: int, message: str):
+    """In a process of its own, whose NCCL is of no use afterwards."""
+    code = DYING.format(source=source, options=OPTIONS, is_busy=is_busy, signal=int(number))
+    environ = {**os.environ, "GAPLESS_RANK_TIMEOUT": "20"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False, env=environ
+    )
+    seconds, _, said = result.stdout.strip().rpartition("\n")[2].partition(" ")
+    assert message in said, result.stderr
+    assert float(seconds) < (10 if number == signal.SIGKILL else 30)
+    assert result.returncode == 0, result.stderr
 
 
 def test_more_ranks_than_gpus_are_refused(source: str):

@@ -194,7 +194,7 @@ def _meet_under_torchrun(
     if _has_met_under_torchrun:
         raise ConfigError(
             f"--tensor-parallel-size={torchrun.world_size}: under torchrun a program has one engine of "
-            "several ranks, with which the processes of the other ranks end; start a new program for another one"
+            "several ranks, with which the processes of the other ranks end; begin a new program for another"
         )
     _has_met_under_torchrun = True
     store, rank, size = next(dist.rendezvous("env://"))
@@ -221,17 +221,6 @@ def _torchrun_of(size: int) -> TorchrunRank | None:
 
 def _check(config: EngineConfig, *, device_type: str, is_local: bool) -> None:
     size = config.tensor_parallel_size
-    if is_local and dist.is_available() and dist.is_initialized():
-        raise ConfigError(
-            f"--tensor-parallel-size={size}: this process is in a group of torch.distributed already, that "
-            "of another engine with several ranks or the program's own; shut that down first (after a failed "
-            "one on GPUs: begin a new process), or run each engine in a process of its own"
-        )
-    if _meeting is not None and _meeting.is_alive():
-        raise ConfigError(
-            f"--tensor-parallel-size={size}: this process is still in the group of an engine that lost a "
-            "rank while its ranks met; begin a new process"
-        )
     if not dist.is_available():
         raise ConfigError(f"--tensor-parallel-size={size}: this torch was built without torch.distributed")
     if device_type == "cuda" and is_local and torch.cuda.device_count() < size:
@@ -243,6 +232,17 @@ def _check(config: EngineConfig, *, device_type: str, is_local: bool) -> None:
     if info.is_multimodal:
         raise ConfigError(
             f"--tensor-parallel-size={size}: models that take images run on one GPU only; give 1"
+        )
+    if is_local and dist.is_initialized():
+        raise ConfigError(
+            f"--tensor-parallel-size={size}: this process is in a group of torch.distributed already, that "
+            "of another engine with several ranks or the program's own; shut that down first (after a failed "
+            "one on GPUs: begin a new process), or run each engine in a process of its own"
+        )
+    if _meeting is not None and _meeting.is_alive():
+        raise ConfigError(
+            f"--tensor-parallel-size={size}: this process is still in the group of an engine that lost a "
+            "rank while its ranks met; begin a new process"
         )
 
 

@@ -29,6 +29,8 @@ from gapless.parallel.shard import Shard
 
 TIMEOUT_S = 600.0
 """A rank that is alive and does not come is given up after this; one that has died is seen at once."""
+_LEAVE_S = 3.0
+"""Leaving a group on GPUs that has lost a rank may not end; then this process can have no other group."""
 _REASON_WAIT_S = 5.0
 """A collective that fails because its peer has gone waits so long for that peer's own words."""
 
@@ -220,9 +222,16 @@ class RankGroup:
         if self._failure is not None:
             self._abort()
             if self.torch_device.type == "cuda":
-                return  # leaving in order would wait for kernels that wait for the rank that is gone
+                # It may wait for kernels that wait for the rank that is gone.
+                leaving = threading.Thread(target=self._leave, name="rank-leaving", daemon=True)
+                leaving.start()
+                leaving.join(_LEAVE_S)
+                return
         elif self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
+        self._leave()
+
+    def _leave(self) -> None:
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
             if self._owns_world:
                 dist.destroy_process_group()
