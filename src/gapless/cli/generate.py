@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from gapless.cli.media import check_media, read_media
+from gapless.cli.media import check_folder, check_media, read_media
 from gapless.cli.options import EngineOptions, SamplingOptions
 from gapless.cli.prompts import collect_prompts
 from gapless.cli.session import has_chat_template, open_llm, render_prompts, run_prompts, titles_of
@@ -68,6 +68,7 @@ def generate(
     """Generate text for one or more prompts, all of them at the same time."""
     prompts = collect_prompts(prompt, prompts_file)
     media = read_media(image, video)
+    check_folder(engine.model, media)
     structured = _structured_outputs(json_schema, regex)
     params = SamplingParams(**sampling.sampling_kwargs(), structured_outputs=structured)
     with open_llm(engine) as llm:

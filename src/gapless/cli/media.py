@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gapless.errors import ConfigError, RequestError
 from gapless.llm_media import MEDIA_KEY, Media
+from gapless.models.json_file import read_json
+from gapless.models.vl_config import is_vision_language
 
 if TYPE_CHECKING:
     from gapless.cli.prompts import Prompt
@@ -36,9 +38,21 @@ def read_media(images: list[str] | None, videos: list[str] | None) -> Media:
     return media
 
 
+def check_folder(model: str | None, media: Media) -> None:
+    """``check_media`` before anything is loaded, for a folder whose config says that it cannot."""
+    config = Path(model or "") / "config.json"
+    if model and config.is_file() and not is_vision_language(read_json(config)):
+        _refuse(media)
+
+
 def check_media(llm: LLM, media: Media) -> None:
     """Raises ``ConfigError`` when the model cannot see."""
-    if media and llm.processor is None:
+    if llm.processor is None:
+        _refuse(media)
+
+
+def _refuse(media: Media) -> None:
+    if media:
         name = (media.images or media.videos)[0][0]
         raise ConfigError(f"{name}: this model takes text only; give a model with a vision encoder")
 

@@ -135,3 +135,15 @@ def test_a_model_of_text_refuses_files(
     assert (code, out) == (2, "")
     assert "takes text only" in err
     assert FakeLLM.made[0].is_shut_down
+
+
+def test_a_folder_of_a_model_of_text_is_refused_before_it_is_loaded(
+    capsys: Any, files: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    flags = ("--model", str(tmp_path), "--prompt", "a")
+    code, out, err = generate(capsys, *flags, "--image", files["one"])
+    assert (code, out) == (2, "")
+    assert "takes text only" in err
+    assert FakeLLM.made == []
+    assert generate(capsys, *flags)[0] == 0
