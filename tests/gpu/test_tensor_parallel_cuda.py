@@ -105,7 +105,8 @@ from gapless import LLM, SamplingParams
 from gapless.errors import GaplessError
 llm = LLM({source!r}, tensor_parallel_size=2, **{options!r})
 (rank,) = llm.runner.worker_pids
-stream = llm.stream([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=400, detokenize=False, ignore_eos=True))
+params = SamplingParams(temperature=0.0, max_tokens=400, detokenize=False, ignore_eos=True)
+stream = llm.stream([1, 2, 3], params)
 if {is_busy}:
     next(stream)
 os.kill(rank, {signal})
