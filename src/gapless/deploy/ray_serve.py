@@ -11,6 +11,7 @@ here imports Ray before it is needed. Read ``ray_client.py`` and ``ray_router.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import logging
@@ -36,6 +37,7 @@ HEALTH_PERIOD_S = 5.0
 DRAIN_LOOK_S = 0.5
 """How often a draining replica looks whether it is done."""
 EXIT_ENGINE_DIED = 1
+CLOSE_LIMIT_S = 1.0
 START_ATTEMPTS = 2
 QUIET = {"enable_access_log": False}
 """For Ray: the application writes its own access log."""
@@ -112,6 +114,8 @@ class EngineReplica:
     async def _end_with_engine(self) -> None:
         """A replica without its engine would look idle, and draw requests that it cannot answer."""
         logger.error("this replica ends: %s", await self._client.wait_dead())
+        with contextlib.suppress(TimeoutError):  # nobody else removes its socket files
+            await asyncio.wait_for(self._client.close(), CLOSE_LIMIT_S)
         os._exit(EXIT_ENGINE_DIED)
 
 

@@ -1,4 +1,4 @@
-"""What a client of Ray's replicas adds up, over answers that do not come."""
+"""What a client of Ray's replicas adds up, over answers that do not come; and how a replica ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs ray[serve]")
 
+from gapless.deploy import ray_serve
 from gapless.deploy.ray_client import GONE_AFTER, RayClient
 
 
@@ -63,3 +64,32 @@ def test_totals_of_one_that_has_gone_stay_and_its_name_does_not():
         assert tokens_after(client, handle, status("a", 10)) == 15
     assert not client._silent
     assert client.stats()["num_running"] == 2
+
+
+@pytest.mark.parametrize("closing_s", [0.0, 60.0])
+def test_a_replica_whose_engine_died_tidies_up_and_ends_in_any_case(monkeypatch, closing_s):
+    happened: list[Any] = []
+
+    class DeadEngine:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        async def start(self) -> None: ...
+
+        async def wait_dead(self) -> str:
+            return "signal 9"
+
+        async def close(self) -> None:
+            await asyncio.sleep(closing_s)
+            happened.append("closed")
+
+    monkeypatch.setattr(ray_serve, "ProcessClient", DeadEngine)
+    monkeypatch.setattr(ray_serve, "CLOSE_LIMIT_S", 0.02)
+    monkeypatch.setattr(ray_serve.os, "_exit", happened.append)
+
+    async def scenario() -> None:
+        replica = ray_serve.EngineReplica.__new__(ray_serve.EngineReplica)
+        await replica.__init__(lambda progress: None, {})  # type: ignore[misc]
+        await replica._watcher
+
+    asyncio.run(scenario())
+    assert happened == (["closed", 1] if not closing_s else [1])
