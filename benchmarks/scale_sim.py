@@ -26,7 +26,7 @@ import math
 import random
 import sys
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,7 +130,8 @@ class Replica:
         self.waiting: deque[_Sequence] = deque()
         self.running: list[_Sequence] = []
         self._cached: OrderedDict[bytes, None] = OrderedDict()
-        self._used_blocks = 0
+        self._own_blocks = 0
+        self._held: Counter[bytes] = Counter()
         self._finishing: list[_Sequence] = []
         self.is_busy = False
 
@@ -179,17 +180,20 @@ class Replica:
             if each.emitted >= each.request.output_tokens:
                 ended.append(each)
                 outcome.e2e_s.append(now_s - each.request.arrival_s)
-                self._used_blocks -= _num_blocks(each.request)
+                self._own_blocks -= _num_own_blocks(each)
+                self._held -= Counter(each.names)
         if ended:
             gone = {id(each) for each in ended}
             self.running = [each for each in self.running if id(each) not in gone]
         return begun, ended
 
     def _has_room(self, sequence: _Sequence) -> bool:
-        """A sequence reserves all it will need, and an empty engine takes any."""
+        """A sequence reserves all it will need, and an empty engine takes any. Blocks that running sequences
+        have in common are there once."""
         if not self.running:
             return True
-        needed = self._used_blocks + _num_blocks(sequence.request)
+        num_new = sum(1 for name in sequence.names if name not in self._held)
+        needed = self._own_blocks + len(self._held) + num_new + _num_own_blocks(sequence)
         return len(self.running) < self._limits.max_running and needed <= self._limits.num_blocks
 
     def _admit(self, sequence: _Sequence, outcome: Outcome) -> None:
@@ -203,15 +207,19 @@ class Replica:
         sequence.left = sequence.request.prompt_tokens - cached
         outcome.prompt_tokens += sequence.request.prompt_tokens
         outcome.cached_tokens += cached
-        self._used_blocks += _num_blocks(sequence.request)
+        self._own_blocks += _num_own_blocks(sequence)
+        self._held.update(sequence.names)
         self.running.append(sequence)
 
     def _remember(self, names: Sequence[bytes]) -> None:
         for name in names:
             self._cached[name] = None
             self._cached.move_to_end(name)
-        while len(self._cached) > max(0, self._limits.num_blocks - self._used_blocks):
-            self._cached.popitem(last=False)
+        num_surplus = len(self._cached) - (self._limits.num_blocks - self._own_blocks)
+        if num_surplus > 0:
+            idle = (name for name in self._cached if name not in self._held)
+            for name in list(itertools.islice(idle, num_surplus)):
+                del self._cached[name]
 
 
 def simulate(
@@ -385,6 +393,11 @@ def _names_of(request: Request) -> list[bytes]:
     return (
         [f"{request.prefix}/{index}".encode() for index in range(shared // BLOCK)] if request.prefix else []
     )
+
+
+def _num_own_blocks(sequence: _Sequence) -> int:
+    """Those it shares with nobody."""
+    return _num_blocks(sequence.request) - len(sequence.names)
 
 
 def _num_blocks(request: Request) -> int:

@@ -131,6 +131,22 @@ def test_a_known_prefix_is_not_computed_again_and_a_forgotten_one_is():
     assert outcome.cached_tokens == 0
 
 
+def test_blocks_that_running_requests_have_in_common_are_there_once():
+    """Four of 66 blocks, 64 of them shared: 72 hold all at once. Apart, they would need 264."""
+    family = [ask(0.5 * (i > 0), 1024 + 16, 16, prefix="a", prefix_tokens=1024) for i in range(4)]
+    limits = sim.EngineLimits(num_blocks=72)
+    together = sim.simulate(family, TIMES, num_replicas=1, limits=limits)
+    assert together.cached_tokens == 3 * 1024
+    assert max(together.ttft_s[1:]) == pytest.approx(min(together.ttft_s[1:]))
+    strangers = [
+        ask(each.arrival_s, 1024 + 16, 16, prefix=f"p{i}", prefix_tokens=1024)
+        for i, each in enumerate(family)
+    ]
+    apart = sim.simulate(strangers, TIMES, num_replicas=1, limits=limits)
+    assert apart.cached_tokens == 0
+    assert len(set(apart.ttft_s)) == 4
+
+
 def test_prefix_routing_keeps_families_together_where_turns_scatter_them():
     requests = [
         ask(0.5 * i, 1040, prefix=f"p{i % 5}", prefix_tokens=1024) for i in range(60)
