@@ -13,8 +13,10 @@ import contextlib
 import http.client
 import json
 import re
+import signal
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -167,17 +169,18 @@ class Conversation:
         num_tokens, written, note = 0, "", ""
         stream = self.server.stream(body)
         try:
-            for chunk in stream:
-                if chunk.get("usage"):
-                    num_tokens = chunk["usage"]["completion_tokens"]
-                for choice in chunk["choices"]:
-                    piece = choice["delta"].get("content") or ""
-                    if piece and first_s is None:
-                        first_s = time.perf_counter() - start
-                    written += piece
-                    out.write(shown(piece))
-                    out.flush()
-                    note = ", cut at its limit" if choice["finish_reason"] == "length" else note
+            with heeding_interrupts():
+                for chunk in stream:
+                    if chunk.get("usage"):
+                        num_tokens = chunk["usage"]["completion_tokens"]
+                    for choice in chunk["choices"]:
+                        piece = choice["delta"].get("content") or ""
+                        if piece and first_s is None:
+                            first_s = time.perf_counter() - start
+                        written += piece
+                        out.write(shown(piece))
+                        out.flush()
+                        note = ", cut at its limit" if choice["finish_reason"] == "length" else note
         except KeyboardInterrupt:
             note = "aborted"
         finally:
@@ -215,6 +218,25 @@ def talk(conversation: Conversation, source: IO[str], out: IO[str]) -> int:
             out.flush()
             print(f"({note})", file=notes)
     return int(has_failed and not is_terminal)
+
+
+@contextlib.contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """Within the block a Ctrl-C ends a blocking read within a quarter of a second.
+
+    One that comes between the interpreter's last look for signals and the read's system call would else wait
+    for as long as that read does. The alarm interrupts the read, and the interpreter looks again.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.25, 0.25)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def shown(text: str) -> str:
