@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from gapless.cli.media import check_folder, check_media, read_media
+from gapless.cli.media import check_media, check_source, read_media
 from gapless.cli.options import EngineOptions, SamplingOptions
 from gapless.cli.prompts import collect_prompts
 from gapless.cli.session import has_chat_template, open_llm, render_prompts, run_prompts, titles_of
@@ -68,7 +68,7 @@ def generate(
     """Generate text for one or more prompts, all of them at the same time."""
     prompts = collect_prompts(prompt, prompts_file)
     media = read_media(image, video)
-    check_folder(engine.model, media)
+    check_source(_source(engine), media)
     structured = _structured_outputs(json_schema, regex)
     params = SamplingParams(**sampling.sampling_kwargs(), structured_outputs=structured)
     with open_llm(engine) as llm:
@@ -102,6 +102,17 @@ def generate(
             console.print(line, style="dim")
     if any(choice.finish_reason in ("error", "abort") for output in outputs for choice in output.outputs):
         raise typer.Exit(1)
+
+
+def _source(engine: EngineOptions) -> str | None:
+    """The model that will be loaded, by flag or config file."""
+    if engine.model is not None or engine.config is None:
+        return engine.model
+    from gapless.config_sources import read_config_file
+
+    options = read_config_file(engine.config)
+    model = options.get("model", options.get("model_path"))
+    return model if isinstance(model, str) else None
 
 
 def _structured_outputs(json_schema: str | None, regex: str | None) -> StructuredOutputsParams | None:

@@ -69,7 +69,7 @@ def explain(options: EngineOptions, *, features: list[str], draft_tokens: int = 
     from gapless.config import EngineConfig
     from gapless.config_sources import read_config_file
     from gapless.engine.planning import make_plan, max_step_tokens
-    from gapless.engine.rules import refuse_missing_encoder
+    from gapless.engine.rules import refuse_divided_encoder, refuse_missing_encoder
 
     given = {"model": "any", **options.given()}
     from_file = {} if options.config is None else read_config_file(options.config)
@@ -81,6 +81,7 @@ def explain(options: EngineOptions, *, features: list[str], draft_tokens: int = 
     info = _model_info(config)
     if config.model != "any":
         refuse_missing_encoder(config, info)
+        refuse_divided_encoder(config, info)
     max_model_len = min(config.max_model_len or info.max_model_len, info.max_model_len)
     backend = config.attention_backend
     if backend == "auto":

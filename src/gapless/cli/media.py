@@ -38,10 +38,16 @@ def read_media(images: list[str] | None, videos: list[str] | None) -> Media:
     return media
 
 
-def check_folder(model: str | None, media: Media) -> None:
-    """``check_media`` before anything is loaded, for a folder whose config says that it cannot."""
-    config = Path(model or "") / "config.json"
-    if model and config.is_file() and not is_vision_language(read_json(config)):
+def check_source(model: str | None, media: Media) -> None:
+    """``check_media`` before anything is loaded, for a folder whose config says that it cannot, and for GGUF
+    files, which hold no encoder. What is no model at all is said by who loads it."""
+    if not media or not model:
+        return
+    path = Path(model).expanduser()
+    config = path / "config.json"
+    if model == "smollm2" or (path.is_file() and path.suffix.lower() == ".gguf"):
+        _refuse(media)
+    if config.is_file() and not is_vision_language(read_json(config)):
         _refuse(media)
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from gapless.config import EngineConfig
 from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.rank_worker import StartRank, serve
+from gapless.engine.rules import refuse_divided_encoder
 from gapless.env import TorchrunRank, read_torchrun
 from gapless.errors import ConfigError, RankError
 from gapless.models.registry import read_model_info
@@ -228,11 +229,7 @@ def _check(config: EngineConfig, *, device_type: str, is_local: bool) -> None:
             f"--tensor-parallel-size={size}: this machine has {torch.cuda.device_count()} GPUs that are "
             "visible, one is needed for each rank"
         )
-    info = read_model_info(config.model, shard=Shard(rank=0, size=size))
-    if info.is_multimodal:
-        raise ConfigError(
-            f"--tensor-parallel-size={size}: models that take images run on one GPU only; give 1"
-        )
+    refuse_divided_encoder(config, read_model_info(config.model, shard=Shard(rank=0, size=size)))
     if is_local and dist.is_initialized():
         raise ConfigError(
             f"--tensor-parallel-size={size}: this process is in a group of torch.distributed already, that "

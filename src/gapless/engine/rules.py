@@ -125,6 +125,15 @@ def refuse_missing_encoder(config: EngineConfig, info: ModelInfo) -> None:
         )
 
 
+def refuse_divided_encoder(config: EngineConfig, info: ModelInfo) -> None:
+    """Raise ``ConfigError`` for several ranks and a model with a vision encoder."""
+    size = config.tensor_parallel_size
+    if size > 1 and info.is_multimodal:
+        raise ConfigError(
+            f"--tensor-parallel-size={size}: models that take images run on one GPU only; give 1"
+        )
+
+
 def model_features(architecture: str, *, is_multimodal: bool = False) -> frozenset[Feature]:
     """Features that follow from the model alone."""
     features = set()

@@ -147,3 +147,22 @@ def test_a_folder_of_a_model_of_text_is_refused_before_it_is_loaded(
     assert "takes text only" in err
     assert FakeLLM.made == []
     assert generate(capsys, *flags)[0] == 0
+
+
+@pytest.mark.parametrize("flag", ["--image", "--video"])
+@pytest.mark.parametrize("way", ["file", "name", "config file"])
+def test_a_model_without_room_for_an_encoder_is_refused_before_it_is_loaded(
+    capsys: Any, files: dict[str, str], tmp_path: Path, flag: str, way: str
+) -> None:
+    gguf = tmp_path / "model.GGUF"
+    gguf.write_bytes(b"GGUF")
+    named = {"file": ["--model", str(gguf)], "name": ["--model", "smollm2"]}
+    config = tmp_path / "gapless.toml"
+    config.write_text(f"model = {json.dumps(str(gguf))}\n")
+    flags = named.get(way, ["--config", str(config)])
+    code = main(["generate", *flags, "--prompt", "a", flag, files["one"]])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert "takes text only" in captured.err
+    assert FakeLLM.made == []
+    assert main(["generate", *flags, "--prompt", "a"]) == 0

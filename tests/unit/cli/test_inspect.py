@@ -149,6 +149,15 @@ def test_graphs_of_a_vision_encoder_are_shown(inspect, tmp_path, flags, text, si
     assert facts["encoder"]["sizes"] == sizes
 
 
+def test_several_ranks_of_a_model_with_vision_are_refused_as_by_generate(inspect, tmp_path):
+    folder = str(write_vl_folder(tmp_path, "qwen3_vl", has_weights=False))
+    flags = ("--model", folder, "--device", "cpu")
+    code, out, error = inspect(*flags, "--tp", "2")
+    assert (code, out) == (2, "")
+    assert "--tensor-parallel-size=2: models that take images run on one GPU only" in error
+    assert inspect(*flags, "--tp", "1")[0] == 0
+
+
 def test_a_model_of_text_has_no_line_about_an_encoder(inspect):
     assert "encoder" not in inspect("--device", "cpu")[1]
 
