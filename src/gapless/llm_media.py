@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gapless.errors import RequestError
 from gapless.multimodal.items import MediaKind, MediaPrompt
+from gapless.multimodal.limits import DEFAULT_LIMITS, MediaLimits
 
 if TYPE_CHECKING:
     from gapless.multimodal.processor import Processor
@@ -79,16 +80,31 @@ def split_conversation(conversation: Sequence[Mapping[str, Any]]) -> tuple[list[
 
 
 def make_media_prompt(
-    processor: Processor | None, prompt: Any, media: Media, *, max_tokens: int
+    processor: Processor | None,
+    prompt: Any,
+    media: Media,
+    *,
+    max_tokens: int,
+    limits: MediaLimits = DEFAULT_LIMITS,
 ) -> MediaPrompt:
     """``prompt`` is text or token ids with a placeholder for each of ``media``; ``max_tokens`` bounds what
-    becomes of it. Raises ``RequestError``."""
+    becomes of it, ``limits`` what is decoded for it. Raises ``RequestError``."""
     if processor is None:
         raise RequestError("this model takes text only: it has no encoder for images and videos")
     if not isinstance(prompt, str):
         prompt = _token_ids(prompt)
-    images = [_open_image(source, name) for name, source in media.images]
-    videos = [_open_video(source, name, processor) for name, source in media.videos]
+    images, videos = [], []
+    num_pixels = 0
+    for name, source in media.images:
+        image = _open_image(source, name, limits)
+        images.append(image)
+        num_pixels += image.width * image.height
+        limits.check_together(num_pixels, name)
+    for name, source in media.videos:
+        video = _open_video(source, name, processor, limits)
+        videos.append(video)
+        num_pixels += getattr(video, "frames_FHWC", video).size // 3
+        limits.check_together(num_pixels, name)
     return processor.prompt(prompt, images=images, videos=videos, max_tokens=max_tokens)
 
 
@@ -114,20 +130,20 @@ def _part(part: Any, name: str, media: Media) -> Any:
     return {"type": _KINDS[kind]}
 
 
-def _open_image(source: Any, name: str) -> Any:
+def _open_image(source: Any, name: str, limits: MediaLimits) -> Any:
     from gapless.multimodal.loading import open_image
 
-    return open_image(source, name=name)
+    return open_image(source, limits=limits, name=name)
 
 
-def _open_video(source: Any, name: str, processor: Processor) -> Any:
+def _open_video(source: Any, name: str, processor: Processor, limits: MediaLimits) -> Any:
     import numpy as np
 
     from gapless.multimodal.loading import open_video
 
     if isinstance(source, np.ndarray) or hasattr(source, "frames_FHWC"):
         return source  # frames that somebody has decoded
-    return open_video(source, processor.sampling().choose, name=name)
+    return open_video(source, processor.sampling().choose, limits=limits, name=name)
 
 
 def _token_ids(prompt: Any) -> list[int]:

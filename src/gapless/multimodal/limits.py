@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from gapless.errors import ConfigError
+from gapless.errors import ConfigError, RequestError
 
 MAX_PIXELS = 89_478_485
 """Of one image: where Pillow itself begins to speak of bombs."""
@@ -52,6 +52,16 @@ class MediaLimits:
                 raise ConfigError(f"{flag}={value!r}: must be an integer")
             if not 1 <= value <= high:
                 raise ConfigError(f"{flag}={value}: must be between 1 and {high}")
+
+    def check_together(self, num_pixels: int, name: str) -> None:
+        """``num_pixels``: of a prompt's images and videos so far, the last of which is ``name``. Raises
+        ``RequestError``."""
+        if num_pixels > self.max_decoded_pixels:
+            raise RequestError(
+                f"{name}: the images and videos up to this one have {num_pixels} pixels together, the limit "
+                f"is {self.max_decoded_pixels}; send fewer or smaller ones, or raise the server's "
+                "--max-decoded-pixels"
+            )
 
 
 DEFAULT_LIMITS = MediaLimits()

@@ -23,7 +23,7 @@ from gapless.errors import RequestError
 from gapless.multimodal.access import FETCH_TIMEOUT_S
 from gapless.multimodal.items import MediaPrompt
 from gapless.multimodal.loading import MediaLoader
-from gapless.serve.client import EngineBusyError
+from gapless.serve.client import EngineBusyError, EngineDrainingError
 from gapless.serve.errors import ApiError
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.protocol.chat import Message
@@ -75,16 +75,19 @@ class MediaDesk:
         # A slow web server may hold up those who ask it, but nobody who sends images along.
         self._web_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="media-web")
         self._lock = threading.Lock()
+        self._is_closed = False
         self.num_inside = self.num_held = 0
         """Requests that wait for the pool or are in it, and the characters of their URLs."""
 
     async def prompt(
         self, token_ids: Sequence[int], parts: Sequence[PlacedPart], *, max_tokens: int
     ) -> MediaPrompt:
-        """``token_ids`` has one placeholder for each of ``parts``. Raises ``ApiError``, ``RequestError`` or
-        ``EngineBusyError``."""
+        """``token_ids`` has one placeholder for each of ``parts``. Raises ``ApiError``, ``RequestError``,
+        ``EngineBusyError`` or, once closed, ``EngineDrainingError``."""
         self._check_counts(parts)
         size = sum(len(placed.part.url) for placed in parts)
+        if self._is_closed:
+            raise _draining()
         with self._lock:
             is_too_large = self.num_held > 0 and self.num_held + size > self._max_held
             if is_too_large or self.num_inside >= self._max_inside:
@@ -104,10 +107,17 @@ class MediaDesk:
                 self.num_inside -= 1
 
         work.add_done_callback(release)
-        return await asyncio.wrap_future(work)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and (task is None or not task.cancelling()):
+                raise _draining() from None  # the work was given up, not its caller
+            raise
 
     def close(self) -> None:
-        """Give up what has not begun."""
+        """Give up what has not begun; it and what comes later is told that the server shuts down."""
+        self._is_closed = True
         for pool in (self._pool, self._web_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -146,7 +156,7 @@ class MediaDesk:
                     video = self._loader.video(url, self._sampling.choose, name=name, timeout_s=left_s)
                     videos.append(video)
                     num_pixels += video.frames_FHWC.size // 3
-                self._check_pixels(num_pixels, name)
+                self._loader.limits.check_together(num_pixels, name)
             except RequestError as error:
                 raise ApiError(str(error), param=name, code="invalid_value") from None
         prompt = self._processor.prompt(token_ids, images=images, videos=videos, max_tokens=max_tokens)
@@ -156,13 +166,9 @@ class MediaDesk:
             self._metrics.media_prepare_s.observe(seconds)
         return prompt
 
-    def _check_pixels(self, num_pixels: int, name: str) -> None:
-        limit = self._loader.limits.max_decoded_pixels
-        if num_pixels > limit:
-            raise RequestError(
-                f"{name}: the images and videos up to this one have {num_pixels} pixels together, the limit "
-                f"is {limit}; send fewer or smaller ones, or raise --max-decoded-pixels"
-            )
+
+def _draining() -> EngineDrainingError:
+    return EngineDrainingError("the server is shutting down and takes no new requests")
 
 
 def media_of(messages: Sequence[Message]) -> Iterator[PlacedPart]:
