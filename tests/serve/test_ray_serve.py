@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +28,24 @@ SYSTEM = "You answer in one word and never explain yourself. " * 4
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[int]:
-    """Its port for HTTP."""
+    """Its port for HTTP. When it has ended, no replica has left a folder behind."""
+    folder = Path(tempfile.mkdtemp(prefix="gr-", dir="/tmp"))  # short: socket files are made below it
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as taken:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_TMPDIR", tempfile.gettempdir())
+        patch.setenv("TMPDIR", str(folder))  # of the replicas
         port = taken.getsockname()[1]
         taken.close()
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield port
+        made = list(folder.glob("gapless-*"))
         serve.shutdown()
+        left = list(folder.glob("gapless-*"))
         ray.shutdown()
+    shutil.rmtree(folder)
+    assert made
+    assert not left
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,9 @@ class EngineReplica:
         self._client = ProcessClient(open_engine, max_queued_requests=2**20, **client_options)
         await self._client.start()
         self._watcher = asyncio.create_task(self._end_with_engine())
+        # What Ray awaits once a replica has drained. It asks the object for it; Python, which would drop the
+        # coroutine, asks the class.
+        self.__del__ = self._close
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[bytes]:
         """Parts of the answer. Ray cancels this when the caller has gone, which aborts the request."""
@@ -110,6 +113,11 @@ class EngineReplica:
         """An exception, and Ray replaces the replica: a silent engine may not come back by itself."""
         if not self._client.is_healthy:
             raise RuntimeError("the engine shows no life")
+
+    async def _close(self) -> None:
+        """Killed with its engine, a replica would leave the folder of its socket files behind."""
+        self._watcher.cancel()
+        await self._client.close()
 
     async def _end_with_engine(self) -> None:
         """A replica without its engine would look idle, and draw requests that it cannot answer."""
