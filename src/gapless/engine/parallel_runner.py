@@ -44,7 +44,7 @@ class ParallelRunner:
         self.max_steps_ahead = runner.max_steps_ahead
         self.media = runner.media
         # For an engine that is forgotten, or a program that ends, without a shutdown.
-        self._leave = weakref.finalize(self, _leave, workers, group)
+        self._leave = weakref.finalize(self, _leave, runner, workers, group)
 
     @property
     def graphs(self) -> GraphSet:
@@ -121,15 +121,7 @@ class ParallelRunner:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        is_broken = self._workers.failure is not None
-        try:
-            with suppress(GaplessError):  # of a rank that goes just now
-                if not is_broken:
-                    self._workers.send(None)  # they wait for us where the group ends
-            if not is_broken or self._group.torch_device.type == "cpu":
-                self.inner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
-        finally:
-            self._leave()
+        self._leave()
 
     @contextmanager
     def _together(self, batch: ScheduledBatch) -> Iterator[None]:
@@ -147,14 +139,20 @@ class ParallelRunner:
             raise
 
 
-def _leave(workers: Workers, group: RankGroup) -> None:
-    """Leave the group and end the other ranks, which leave it at the same time."""
-    if workers.failure is None:
-        with suppress(GaplessError):  # of one that goes just now
-            workers.send(None)
-    group.close()
-    forget_group(group)
-    workers.close()
+def _leave(runner: ModelRunner, workers: Workers, group: RankGroup) -> None:
+    """The end of all ranks, with or without a ``shutdown``: graphs go before the group, since a communicator
+    waits for those that hold it."""
+    is_broken = workers.failure is not None
+    try:
+        if not is_broken:
+            with suppress(GaplessError):  # of a rank that goes just now
+                workers.send(None)  # they wait for us where the group ends
+        if not is_broken or group.torch_device.type == "cpu":
+            runner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
+    finally:
+        group.close()
+        forget_group(group)
+        workers.close()
 
 
 class _ParallelStep:
