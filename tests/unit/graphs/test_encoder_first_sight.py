@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -130,11 +131,12 @@ def test_evictions_leave_no_memory_behind() -> None:
 
     tracemalloc.start()
     try:
-        before = traced_bytes_after(35)
-        assert traced_bytes_after(70) - before < 70 * 400
+        traced = [traced_bytes_after(35) for _ in range(4)]
     finally:
         tracemalloc.stop()
-    assert runner.summary()["captures"] == 105
+    # What leaks grows in every round; what other threads and caches of the process take, now and then.
+    assert min(after - before for before, after in pairwise(traced)) < 35 * 400, traced
+    assert runner.summary()["captures"] == 140
 
 
 def test_evicting_by_hand_frees_the_pool_and_results_stay() -> None:
