@@ -23,6 +23,15 @@ import triton.language as tl
 
 
 @triton.jit
+def write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE: tl.constexpr):
+    """The norm of one row, as every kernel that ends in one makes it."""
+    value_E = row_E.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value_E * value_E, 0) / SIZE + eps)
+    normed_E = (value_E * scale * weight).to(normed_TE.dtype.element_ty)
+    tl.store(normed_TE + token * SIZE + element, normed_E, mask=is_element)
+
+
+@triton.jit
 def rms_norm_kernel(
     update_TE,
     residual_TE,
@@ -50,10 +59,7 @@ def rms_norm_kernel(
         update = tl.load(update_TE + token * update_stride_t + element, mask=is_element, other=0.0)
         row_E = (row_E.to(tl.float32) + update.to(tl.float32)).to(sum_TE.dtype.element_ty)
         tl.store(sum_TE + token * SIZE + element, row_E, mask=is_element)
-    value_E = row_E.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value_E * value_E, 0) / SIZE + eps)
-    normed_E = (value_E * scale * weight).to(normed_TE.dtype.element_ty)
-    tl.store(normed_TE + token * SIZE + element, normed_E, mask=is_element)
+    write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE)
 
 
 @triton.jit
@@ -83,10 +89,7 @@ def embed_norm_kernel(
     token_id = tl.maximum(tl.load(input_ids_T + token).to(tl.int64), drawn)
     row_E = tl.load(embedding_VE + token_id * embedding_stride_v + element, mask=is_element, other=0.0)
     tl.store(hidden_TE + token * SIZE + element, row_E, mask=is_element)
-    value_E = row_E.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value_E * value_E, 0) / SIZE + eps)
-    normed_E = (value_E * scale * weight).to(normed_TE.dtype.element_ty)
-    tl.store(normed_TE + token * SIZE + element, normed_E, mask=is_element)
+    write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE)
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.kernels.jit import write_rms_norm
+
 # mypy: allow-untyped-defs
 
 
@@ -99,7 +101,4 @@ def add_media_norm_kernel(
     row_E = (residual.to(tl.float32) + update.to(tl.float32)).to(dtype)
     row_E = (row_E.to(tl.float32) + media.to(tl.float32)).to(dtype)
     tl.store(sum_TE + token * SIZE + element, row_E, mask=is_element)
-    value_E = row_E.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value_E * value_E, 0) / SIZE + eps)
-    normed_E = (value_E * scale * weight).to(normed_TE.dtype.element_ty)
-    tl.store(normed_TE + token * SIZE + element, normed_E, mask=is_element)
+    write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE)

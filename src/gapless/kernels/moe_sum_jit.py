@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.kernels.jit import write_rms_norm
+
 # mypy: allow-untyped-defs
 
 
@@ -80,10 +82,7 @@ def combine_norm_kernel(
     )  # fmt: skip
     row_E = (row_E.to(tl.float32) + update.to(dtype).to(tl.float32)).to(dtype)
     tl.store(sum_TE + token * SIZE + element, row_E, mask=is_element)
-    value_E = row_E.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value_E * value_E, 0) / SIZE + eps)
-    normed_E = (value_E * scale * weight).to(dtype)
-    tl.store(normed_TE + token * SIZE + element, normed_E, mask=is_element)
+    write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE)
 
 
 @triton.jit

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_reports import reports_of
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
-    folder = Path(__file__).parent
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(folder / "compile_linear_kernels.py")],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": str(folder.parents[1])},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return reports_of("compile_linear_kernels.py")
 
 
 def test_both_kernels_compile_and_fit_a_processor(reports: list[dict[str, Any]]) -> None:
