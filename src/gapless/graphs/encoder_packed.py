@@ -2,8 +2,8 @@
 
 Boundaries, positions and everything else about items are refreshed inputs; only worst-case numbers are
 frozen. What a replay costs is measured once on a GPU (elsewhere its tokens stand for it), and the cheapest
-packs win. A budget whose capture fails keeps its place in the ladder: what it would have served runs eagerly,
-and is counted.
+packs win. A budget whose capture fails keeps its place in the ladder, at the price per token of the dearest
+graph: what it would have served goes to a larger graph where that is cheaper, or runs eagerly and is counted.
 """
 
 from __future__ import annotations
@@ -96,17 +96,22 @@ class BudgetGraphs:
 
     def _price(self) -> list[Budget]:
         """A budget without a graph costs what its tokens would in the dearest one: it attracts nothing."""
-        adapter = self.memory.adapter
-        seconds: dict[int, float] = {}
-        if self.memory.device.torch_device.type == "cuda":
-            for index, descriptor in enumerate(self._descriptors):
-                if index not in self._reasons:
-                    seconds[index] = self.generation.time(descriptor, repeats=_TIMED_REPLAYS)
+        adapter, seconds = self.memory.adapter, self._replay_seconds()
         per_token = max((s / self._ladder[i] for i, s in seconds.items()), default=1.0)
         return [
             Budget(tokens=tokens, sizes=adapter.most(tokens), cost=seconds.get(index, tokens * per_token))
             for index, tokens in enumerate(self._ladder)
         ]
+
+    def _replay_seconds(self) -> dict[int, float]:
+        """By index, of the budgets that have a graph; nothing where seconds mean nothing."""
+        if self.memory.device.torch_device.type != "cuda":
+            return {}
+        return {
+            index: self.generation.time(descriptor, repeats=_TIMED_REPLAYS)
+            for index, descriptor in enumerate(self._descriptors)
+            if index not in self._reasons
+        }
 
     def _new_generation(self) -> Generation:
         generation, adapter = Generation(self.memory, pool=self._pool), self.memory.adapter

@@ -17,6 +17,7 @@ from encoder_cases import (
 )
 from gapless.graphs.device import get_device
 from gapless.graphs.encoder import EncoderFallback, EncoderOptions, EncoderRunner
+from gapless.graphs.encoder_packed import BudgetGraphs
 from gapless.graphs.modes import Phase
 from gapless.models.vision.base import MediaEncoder
 from gapless.models.vision.encoder import TowerEncoder
@@ -244,6 +245,36 @@ def test_a_failed_capture_leaves_that_budget_eager_and_counted(tower, monkeypatc
     assert [row["num_tokens"] for row in report["graphs"]] == [128, 32]
     assert len(report["failures"]) == 1
     assert ".item" in report["failures"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "replayed", "num_eager"),
+    [({32: 1.0, 128: 1.5}, {32: 1, 128: 1}, 0), ({32: 1.0, 128: 4.0}, {32: 1}, 1)],
+    ids=["larger graph is cheaper", "larger graph is dearer"],
+)
+def test_what_a_failed_budget_would_have_served_goes_where_it_is_cheapest(
+    tower, monkeypatch, seconds: dict[int, float], replayed: dict[int, int], num_eager: int
+) -> None:
+    """As on a GPU, where replays are timed: 64 tokens without a graph are priced by the dearest graph."""
+    forward = tower.forward
+
+    def fails_at_64(run):
+        if run.sizes["tokens"] == 64:
+            run["position_ids"].sum().item()
+        return forward(run)
+
+    def timed(graphs: BudgetGraphs) -> dict[int, float]:
+        return {graphs._ladder.index(tokens): cost for tokens, cost in seconds.items()}
+
+    monkeypatch.setattr(tower, "forward", fails_at_64)
+    monkeypatch.setattr(BudgetGraphs, "_replay_seconds", timed)
+    runner = runner_of(tower, "budget", device=CPU)
+    middle, small = media(tower, (1, 10, 6)), media(tower, (1, 4, 4))
+    got = runner.run([middle]) + runner.run([small])
+    assert_close(got, runner.eager([middle, small]))
+    assert {bucket: counts.count for (_, _, bucket), counts in runner.log.replays.items()} == replayed
+    assert runner.log.eager.get((Phase.ENCODER, EncoderFallback.CAPTURE_FAILED), 0) == num_eager
+    assert sum(runner.log.eager.values()) == num_eager
 
 
 @pytest.mark.parametrize("mode", ["budget", "exact", "off"])
