@@ -11,9 +11,7 @@ written by it: a weight that is computed in the same graph needs another operati
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.launch import Constants, launch
+from gapless.kernels.launch import Constants, compiling_ahead, launch
 from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, choose, token_bucket
 from gapless.kernels.select import launch_options
 
@@ -87,9 +85,7 @@ def launch_product(
 def compile_products(matrices: Iterable[Matrices]) -> None:
     """Compile every kernel that these products will ask for, side by side: one after another, at their first
     launches, they would take seconds of every start that does not find them in Triton's own store."""
-    from triton import AsyncCompileMode
-
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool, AsyncCompileMode(pool):
+    with compiling_ahead():
         for group in matrices:
             weight_OI, num_tokens = group.weights[0], 1
             while num_tokens <= MAX_TOKENS:
@@ -97,11 +93,7 @@ def compile_products(matrices: Iterable[Matrices]) -> None:
                 tiles = choose(product, weight_OI.device)
                 if tiles is not None:
                     x_TI = weight_OI.new_empty((num_tokens, product.num_in))
-                    out_TO = weight_OI.new_empty((num_tokens, product.num_out))
-                    kernel, args, constants = _arguments(
-                        x_TI, weight_OI, group.bias, out_TO, tiles, is_gated=group.is_gated
-                    )
-                    kernel.warmup(*args, grid=(1,), **constants)
+                    launch_product(x_TI, weight_OI, group.bias, tiles, is_gated=group.is_gated)
                 num_tokens *= 2
 
 

@@ -291,7 +291,7 @@ def test_kernels_of_every_bucket_are_compiled_before_they_are_needed(
     weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16() if has_bias else None
     linear.compile_products([Matrices(weights=(weight,), bias=bias, is_gated=is_gated)])
     assert [constants["NUM_TOKENS"] for constants in gemv.compiled] == [1]
-    assert [constants["TOKENS_PAD"] for constants in tile.compiled] == [8, 8, 8, 16, 32, 64]
+    assert [constants["TOKENS_PAD"] for constants in tile.compiled] == [8, 16, 32, 64]  # each once
     for constants in (*gemv.compiled, *tile.compiled):
         assert (constants["IS_GATED"], constants["HAS_BIAS"]) == (is_gated, has_bias)
         assert constants["NUM_IN"] == 64
