@@ -177,11 +177,13 @@ def test_an_input_of_another_device_is_refused() -> None:
 # --- life cycle --------------------------------------------------------------------------------------------
 
 
-def free_bytes() -> int:
+def held_bytes() -> int:
+    """What this process's allocator has from the driver, pools included: others may use the card, so its free
+    memory tells nothing of ours. Cached blocks are given back first."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.memory_reserved()
 
 
 def big_forward(x: Tensor) -> Tensor:
@@ -191,12 +193,13 @@ def big_forward(x: Tensor) -> Tensor:
 
 def test_release_gives_the_memory_back_to_the_driver() -> None:
     graphed(big_forward, inputs={"x": ROWS}, sizes=[8]).capture(rows(8)).release()  # one-time costs
-    before = free_bytes()
+    before = held_bytes()
     made = graphed(big_forward, inputs={"x": ROWS}, sizes=[512, 2048]).capture(rows(2048))
     made(rows(1500))
-    assert before - free_bytes() > 100 << 20
+    assert made.report()["memory"]["pool_bytes"] > 100 << 20
+    assert held_bytes() - before > 100 << 20
     made.release()
-    assert before - free_bytes() < 8 << 20
+    assert torch.cuda.memory_reserved() - before < 8 << 20  # at once, without help
 
 
 def test_recapture_many_times_does_not_grow() -> None:
@@ -353,7 +356,11 @@ def test_a_replay_is_one_launch_and_cheaper_than_eager() -> None:
 
 # --- examples and the command ------------------------------------------------------------------------------
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+CLIENTS = {"openai_client", "openai_vision"}
+"""They talk to a running server and use no device: tests/serve runs them."""
+EXAMPLES = [
+    path for path in sorted((Path(__file__).parents[2] / "examples").glob("*.py")) if path.stem not in CLIENTS
+]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -364,7 +371,7 @@ def test_examples_run_on_the_gpu(path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    assert module.DEVICE == "cuda"
+    assert torch.device(module.DEVICE).type == "cuda"
     assert module.main()["failures"] == []
 
 

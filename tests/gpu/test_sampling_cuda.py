@@ -218,6 +218,10 @@ def test_an_engine_draws_the_same_tokens_one_step_ahead(tmp_path: Path) -> None:
         results.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
     assert all(len(tokens) == 40 for tokens in results[0])
     assert results[0] == results[1]
-    sampling = [r for r in opened.runner.graphs.store.ledger if r.key.phase is Phase.SAMPLE_FILTERED]
-    assert all(row.num_nodes < 24 for row in sampling)  # hundreds without the fused kernels
+    nodes: dict[Phase, set[int]] = {}
+    for row in opened.runner.graphs.store.ledger:
+        nodes.setdefault(row.key.phase, set()).add(row.num_nodes)
+    # As many kernels and, poisoned as memory is here, a fill of each scratch tensor (-1: nobody could tell).
+    assert nodes[Phase.SAMPLE_FILTERED] in ({8 + 9}, {-1})
+    assert nodes[Phase.SAMPLE] in ({3 + 3}, {-1})
     opened.runner.shutdown()

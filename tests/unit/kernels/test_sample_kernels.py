@@ -7,13 +7,17 @@ meet none.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.engine.graph_set import INVALID_TOKEN
 from gapless.errors import ConfigError
 from gapless.graphs.device.emulated import EmulatedDevice
+from gapless.graphs.ops import implementation_of
 from gapless.kernels import sample as module
 from sampling_cases import make_params, random_logits
 
@@ -137,6 +141,34 @@ def test_a_recorded_draw_follows_its_inputs(device: EmulatedDevice) -> None:
         params.seed_R.add_(1)
         segment.replay()
         assert torch.equal(tokens, params.expected(logits))
+
+
+@pytest.mark.parametrize(("filtered", "num_kernels", "num_scratch"), [(True, 8, 9), (False, 3, 3)])
+def test_a_draw_is_its_kernels_and_allocations(
+    filtered: bool, num_kernels: int, num_scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy, no cast, no fill: each would be a node of every sampling graph."""
+    launched: list[str] = []
+    monkeypatch.setattr(module, "launch", lambda kernel, *rest: launched.append(kernel.__name__))
+    params, tokens = make_params(2, top_k=5), torch.empty(2, dtype=torch.int64)
+    logits = random_logits(2, 100, "normal")
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    filters = (params.top_k_R, params.top_p_R, params.min_p_R) if filtered else (None, None, None)
+    draw = implementation_of(module.draw_tokens)
+    assert draw is not None
+    with Seen() as seen:
+        draw(logits, tokens, INVALID_TOKEN, params.temperature_R, params.seed_R, params.index_R, *filters)
+    assert len(launched) == num_kernels
+    assert seen.names == ["aten::empty.memory_format"] * num_scratch
 
 
 def test_an_empty_batch_launches_nothing() -> None:
