@@ -7,12 +7,17 @@ BLOCK_Q + n``, which leaves each segment at least as many as it needs. Head size
 split into two parts (72 = 64 + 8, 80 = 64 + 16), each padded by itself, for padding 72 to 128 would nearly
 double the work.
 
+Strides come in units of as many elements as they all are multiples of, up to 16 bytes. Triton asks integers
+only whether they divide by 16: without the unit a head of 72 elements, 144 bytes, would be read 2 bytes at a
+time, and not ahead of the products.
+
 ``S`` rows, ``N`` segments, ``H`` heads, ``M`` rows of a tile, ``A`` and ``B`` the parts of a head.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -52,22 +57,23 @@ def triton_varlen_attention(
     num_segments = cu_seqlens_kk.shape[0]
     if num_rows == 0:
         return
-    constants = _constants(head_size, max_len, query_SHD.dtype, query_SHD.device.type)
+    tensors = (query_SHD, key_SHD, value_SHD, out_SHD)
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    unit = math.gcd(16 // query_SHD.element_size(), *strides)
+    is_aligned = unit * query_SHD.element_size() == 16 and not any(
+        tensor.data_ptr() & 15 for tensor in tensors
+    )
+    device_type = query_SHD.device.type
+    constants = _constants(head_size, max_len, query_SHD.dtype, device_type, unit, is_aligned)
     num_tiles = -(-num_rows // constants["BLOCK_Q"]) + min(num_segments, _SPARE_TILES)
     args = (
-        query_SHD,
-        key_SHD,
-        value_SHD,
-        out_SHD,
+        *tensors,
         cu_seqlens,
         cu_seqlens_kk,
         num_rows,
         num_segments,
         scale,
-        *query_SHD.stride()[:2],
-        *key_SHD.stride()[:2],
-        *value_SHD.stride()[:2],
-        *out_SHD.stride()[:2],
+        *[stride // unit for stride in strides],
     )
     launch(varlen_attention_kernel, (num_heads, min(num_tiles, _MOST_TILES)), args, constants)
 
@@ -76,11 +82,17 @@ varlen_attention = direct(triton_varlen_attention)
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(head_size: int, max_len: int, dtype: torch.dtype, device_type: str) -> Constants:
-    """Tiles by a rule, not by an autotuner: nothing may be timed while a stream is capturing."""
+def _constants(
+    head_size: int, max_len: int, dtype: torch.dtype, device_type: str, unit: int, is_aligned: bool
+) -> Constants:
+    """Tiles by a rule, not by an autotuner: nothing may be timed while a stream is capturing.
+
+    Only what is read 16 bytes at a time is split. Of a split kernel that waits for its loads ptxas 12.8 makes
+    products with a descriptor from a register that nothing has written (``tests/unit/attention/sass.py``).
+    """
     part_a = next_power_of_2(head_size)
     part_b = 0
-    if part_a > head_size and head_size > 16:
+    if part_a > head_size and head_size > 16 and is_aligned:
         part_a //= 2
         part_b = max(next_power_of_2(head_size - part_a), 16)
     part_a = max(part_a, 16)
@@ -92,6 +104,7 @@ def _constants(head_size: int, max_len: int, dtype: torch.dtype, device_type: st
         block_q, block_n = 32, 32
     return Constants(
         HEAD_SIZE=head_size,
+        STRIDE_UNIT=unit,
         PART_A=part_a,
         PART_B=part_b or 16,
         HAS_B=has_b,
@@ -137,6 +150,7 @@ def varlen_attention_kernel(
     out_stride_s,
     out_stride_h,
     HEAD_SIZE: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     PART_A: tl.constexpr,
     PART_B: tl.constexpr,
     HAS_B: tl.constexpr,
@@ -153,10 +167,14 @@ def varlen_attention_kernel(
     is_dim_a = dim_a < HEAD_SIZE
     dim_b = PART_A + tl.arange(0, PART_B)
     is_dim_b = dim_b < HEAD_SIZE
-    query_SHD += head * query_stride_h
-    key_SHD += head * key_stride_h
-    value_SHD += head * value_stride_h
-    out_SHD += head * out_stride_h
+    query_SHD += head * (query_stride_h * STRIDE_UNIT)
+    key_SHD += head * (key_stride_h * STRIDE_UNIT)
+    value_SHD += head * (value_stride_h * STRIDE_UNIT)
+    out_SHD += head * (out_stride_h * STRIDE_UNIT)
+    query_stride_s *= STRIDE_UNIT
+    key_stride_s *= STRIDE_UNIT
+    value_stride_s *= STRIDE_UNIT
+    out_stride_s *= STRIDE_UNIT
 
     end = tl.minimum(tl.load(cu_seqlens + num_segments), num_rows)
     num_used = _count_segments(cu_seqlens, num_segments, end, 1, 0)

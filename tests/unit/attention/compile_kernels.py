@@ -1,13 +1,17 @@
 """Compiles the Triton kernels for a Hopper GPU, without one, and prints the shared memory of each: what the
-interpreter cannot show. Run by ``test_triton_interpreter.py`` in a process of its own, where Triton is not
-interpreting. ``--all`` compiles every shape instead of the largest."""
+interpreter cannot show. Fails where the assembler made a mistake that ``sass.py`` knows. Run by
+``test_triton_interpreter.py`` in a process of its own, where Triton is not interpreting. ``--all`` compiles
+every shape instead of the largest."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
+from sass import disassemble, unwritten_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -19,7 +23,14 @@ _SEGMENTS = ("cu_seqlens", "cu_seqlens_kk")
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def compile_kernel(kernel: triton.JITFunction, dtype: torch.dtype, constants: dict, options: dict) -> int:
+def compile_kernel(
+    kernel: triton.JITFunction,
+    dtype: torch.dtype,
+    constants: dict,
+    options: dict,
+    unaligned: tuple[str, ...] = (),
+) -> int:
+    """``unaligned``: arguments that 16 does not divide."""
     signature = dict.fromkeys(kernel.arg_names, "i32")
     for name in kernel.arg_names:
         if name in constants:
@@ -34,13 +45,18 @@ def compile_kernel(kernel: triton.JITFunction, dtype: torch.dtype, constants: di
             signature[name] = "*" + _TYPE_NAMES[dtype]
     places = {name: index for index, name in enumerate(kernel.arg_names)}
     aligned = [n for n, kind in signature.items() if kind.startswith("*") or "stride" in n]
+    aligned = [n for n in aligned if n not in unaligned]
     source = ASTSource(
         kernel,
         signature=signature,
         constexprs={(places[name],): value for name, value in constants.items()},
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        unwritten = unwritten_registers(disassemble(compiled.asm["cubin"], Path(folder)))
+    assert not unwritten, f"{kernel.__name__} {constants} {options}: {unwritten}"
+    return compiled.metadata.shared
 
 
 def main() -> None:
@@ -87,16 +103,22 @@ def main() -> None:
         print(compile_kernel(kernel, dtype, {**both, **constants}, options))
     merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
-    compile_encoder_kernels([(80, 8192)] + [(72, 8192), (128, 64)] * ("--all" in sys.argv))
+    compile_encoder_kernels([(80, 8192, 8)])
+    if "--all" in sys.argv:
+        compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
 
 
-def compile_encoder_kernels(shapes: list[tuple[int, int]]) -> None:
-    """``shapes``: head sizes and longest segments."""
-    for head_size, max_len in shapes:
-        constants = dict(triton_varlen._constants(head_size, max_len, torch.bfloat16, "cuda"))
+def compile_encoder_kernels(shapes: list[tuple[int, int, int]]) -> None:
+    """``shapes``: head sizes, longest segments, and what all strides are multiples of."""
+    for head_size, max_len, unit in shapes:
+        constants = dict(
+            triton_varlen._constants(head_size, max_len, torch.bfloat16, "cuda", unit, is_aligned=unit == 8)
+        )
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         kernel = triton_varlen.varlen_attention_kernel
-        print(compile_kernel(kernel, torch.bfloat16, constants, options))
+        heads = tuple(name for name in kernel.arg_names if name.endswith("_stride_h"))
+        is_even = head_size // unit % 16 == 0
+        print(compile_kernel(kernel, torch.bfloat16, constants, options, unaligned=() if is_even else heads))
 
 
 if __name__ == "__main__":

@@ -225,6 +225,34 @@ def test_a_launch_depends_on_shapes_and_bounds_never_on_data(monkeypatch) -> Non
     assert len(set(grids)) == 1
 
 
+@interpreted
+@pytest.mark.parametrize(("head_size", "first", "unit"), [(72, 0, 8), (72, 1, 8), (68, 0, 4), (33, 0, 1)])
+def test_a_head_is_split_where_all_of_it_is_read_16_bytes_at_a_time(
+    head_size: int, first: int, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``first``: the element of the buffer that the rows start at."""
+    from gapless.attention import triton_varlen
+
+    launched = []
+
+    def note(kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+        launched.append((args[-8:], constants))
+        launch(kernel, grid, args, constants)
+
+    launch = triton_varlen.launch
+    monkeypatch.setattr(triton_varlen, "launch", note)
+    lens = (33, 7)
+    buffer = torch.randn(40 * 6 * head_size + first).to(torch.bfloat16)
+    query, key, value = buffer[first:].view(40, 3, 2, head_size).unbind(1)
+    out = torch.empty(40, 2, head_size, dtype=torch.bfloat16)
+    TritonVarlen().attend(query, key, value, out, TritonVarlen().arguments(segments_of(lens)), scale=0.3)
+    torch.testing.assert_close(out.float(), dense(query, key, value, lens, 0.3), atol=3e-2, rtol=3e-2)
+    strides, constants = launched[0]
+    rows = 6 * head_size // unit
+    assert strides == (rows, head_size // unit) * 3 + (rows // 3, head_size // unit)
+    assert (constants["STRIDE_UNIT"], constants["HAS_B"]) == (unit, unit == 8 and first == 0)
+
+
 def test_arguments_are_those_that_encoders_give_elsewhere() -> None:
     segments = segments_of((3, 4))
     assert TritonVarlen().arguments(segments) == [segments.cu_seqlens, segments.cu_seqlens_kk, 4]
