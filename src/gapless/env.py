@@ -95,10 +95,11 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
 def prepare_nccl() -> None:
     """Settings that NCCL and torch read when a process group is made.
 
-    NVLink multicast must stay off. A failed collective is reported by the ranks themselves: torch's watchdog
-    would end the process instead.
+    NVLink multicast must stay off, in NCCL and in torch's symmetric memory. A failed collective is reported
+    by the ranks themselves: torch's watchdog would end the process instead.
     """
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
 

@@ -31,6 +31,8 @@ TIMEOUT_S = 600.0
 """A rank that is alive and does not come is given up after this; one that has died is seen at once."""
 _LEAVE_S = 3.0
 """Leaving a group on GPUs that has lost a rank may not end; then this process can have no other group."""
+_LOOK_S = 0.1
+"""So often, while a group is left, somebody looks whether a rank has failed."""
 _REASON_WAIT_S = 5.0
 """A collective that fails because its peer has gone waits so long for that peer's own words."""
 
@@ -201,7 +203,7 @@ class RankGroup:
         """Sum small tensors in one kernel from now on, where that is there and quicker. Every rank calls it,
         before anything is captured."""
         self._one_shot, self.sums_by = find_one_shot(
-            self._tensors, self.torch_device, agree=self.agree, from_first=self.from_first
+            self._tensors, self._control, self.torch_device, agree=self.agree, from_first=self.from_first
         )
 
     def share_cores(self) -> None:
@@ -216,22 +218,26 @@ class RankGroup:
         if self._is_closed:
             return
         self._is_closed = True
-        self._one_shot = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
         if self._failure is not None:
             self._abort()
-            if self.torch_device.type == "cuda":
-                # It may wait for kernels that wait for the rank that is gone.
-                leaving = threading.Thread(target=self._leave, name="rank-leaving", daemon=True)
-                leaving.start()
-                leaving.join(_LEAVE_S)
-                return
-        elif self.torch_device.type == "cuda":
+        if self.torch_device.type != "cuda":
+            self._leave()
+            return
+        if self._failure is None:
             torch.cuda.synchronize(self.torch_device)
-        self._leave()
+        # It may wait for kernels that wait for a rank that is gone, or goes now; no call of it can be ended.
+        leaving = threading.Thread(target=self._leave, name="rank-leaving", daemon=True)
+        leaving.start()
+        while leaving.is_alive() and self._failure is None:
+            leaving.join(_LOOK_S)
+        leaving.join(_LEAVE_S)
 
     def _leave(self) -> None:
+        if self.torch_device.type == "cuda":
+            torch.cuda.set_device(self.torch_device)  # the current device is that of a thread
+        self._one_shot = None  # to free its memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
             if self._owns_world:
                 dist.destroy_process_group()

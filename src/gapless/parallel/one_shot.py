@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapless.parallel.exchange import ExchangeGroup
+
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 1024
@@ -36,12 +38,15 @@ _NUM_SUMS, _NUM_REPEATS = 20, 5
 
 
 class OneShotReducer:
-    """Sums up to ``max_bytes`` of the ranks of ``group``, whose every member makes one at the same time.
+    """Sums up to ``max_bytes`` of the ranks of ``group``, whose every member makes one at the same time;
+    ``control`` is a group of the same ranks for the CPU.
 
     Raises ``RuntimeError`` where the machine or this torch has no symmetric memory.
     """
 
-    def __init__(self, group: Any, torch_device: torch.device, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, group: Any, control: Any, torch_device: torch.device, *, max_bytes: int = MAX_BYTES
+    ) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         ops = torch.ops.symm_mem
@@ -50,7 +55,8 @@ class OneShotReducer:
         if not hasattr(ops, "one_shot_all_reduce_out"):
             raise RuntimeError("this torch has no one-shot sum")
         self.max_bytes = max_bytes
-        self._group_name = group.group_name
+        self._exchange = ExchangeGroup(group, control)
+        self._group_name = self._exchange.name
         self._buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=torch_device)
         self._memory = symmetric_memory.rendezvous(self._buffer, group=self._group_name)
         self._sum = ops.one_shot_all_reduce_out
@@ -87,16 +93,21 @@ class OneShotReducer:
 
 
 def find_one_shot(
-    group: Any, torch_device: torch.device, *, agree: Callable[[bool], bool], from_first: Callable[[int], int]
+    group: Any,
+    control: Any,
+    torch_device: torch.device,
+    *,
+    agree: Callable[[bool], bool],
+    from_first: Callable[[int], int],
 ) -> tuple[OneShotReducer | None, str]:
     """A reducer with its ``max_bytes`` measured, or None; and one line about why.
 
     Every rank calls it at the same time and gets the same answer: ``agree`` is true where all are,
-    ``from_first`` is rank 0's number.
+    ``from_first`` is rank 0's number. ``control``: as in ``OneShotReducer``.
     """
     reducer, reason = None, ""
     try:
-        reducer = OneShotReducer(group, torch_device)
+        reducer = OneShotReducer(group, control, torch_device)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
     if not agree(reducer is not None) or reducer is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from gapless.errors import GraphError, RankError
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.parallel import collectives, one_shot
+from gapless.parallel import group as group_module
 from gapless.parallel.group import RankGroup
 from gapless.parallel.one_shot import OneShotReducer, find_one_shot
 from gapless.parallel.shard import Shard
@@ -136,6 +140,29 @@ def test_a_capture_that_was_not_announced_may_hold_no_sum(group, monkeypatch):
         group.all_reduce(values)
 
 
+@pytest.mark.parametrize("is_noticed", ["before", "meanwhile"])
+def test_leaving_a_group_on_gpus_ends_when_a_rank_is_lost(monkeypatch, is_noticed):
+    """However long torch waits for that rank: ``destroy_process_group`` cannot be interrupted."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(group_module, "_LEAVE_S", 0.1)
+    for_ever = threading.Event()
+    monkeypatch.setattr(RankGroup, "_leave", lambda self: for_ever.wait())
+    monkeypatch.setattr(RankGroup, "_abort", lambda self: None)
+    group = object.__new__(RankGroup)
+    group.torch_device, group._failed = torch.device("cuda"), threading.Event()
+    group._is_closed, group._threads_before, group._failure = False, None, None
+    lost = partial(group.fail, RankError("lost"))
+    if is_noticed == "before":
+        lost()
+    else:
+        threading.Timer(0.3, lost).start()
+    start = time.monotonic()
+    group.close()
+    for_ever.set()
+    assert time.monotonic() - start < 10.0
+    assert str(group.failure) == "lost"
+
+
 def test_small_sums_go_through_one_kernel_where_there_is_one(group):
     small: list[int] = []
     group._one_shot = SimpleNamespace(
@@ -183,7 +210,8 @@ def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any)
     monkeypatch.setattr(one_shot, "_seconds", seconds)
     monkeypatch.setattr(one_shot, "partial", lambda func, *args, **_: SimpleNamespace(func=func, args=args))
     agree = others.pop("agree", lambda is_well: is_well)
-    return find_one_shot(None, CPU, agree=agree, from_first=others.pop("from_first", lambda value: value))
+    from_first = others.pop("from_first", lambda value: value)
+    return find_one_shot(None, None, CPU, agree=agree, from_first=from_first)
 
 
 @pytest.mark.parametrize("limit", [4096, 65536, one_shot.MAX_BYTES])
