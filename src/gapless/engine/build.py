@@ -385,6 +385,7 @@ class _Build:
             done += 1
             self._report("capture", done, total)
 
+        self._report("capture", 0, total)
         with store.capturing():
             for runner, descriptors in work:
                 _drop(runner, runner.capture(descriptors, on_done=on_done), rows, dispatcher)

@@ -25,7 +25,7 @@ from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.parallel.collectives import forget_group
 from gapless.parallel.group import RankGroup
-from gapless.parallel.workers import Workers
+from gapless.parallel.workers import END_LIMIT_S, Workers
 
 
 class ParallelRunner:
@@ -92,13 +92,13 @@ class ParallelRunner:
     @contextmanager
     def padded_eager(self) -> Iterator[None]:
         """As ``ModelRunner.padded_eager``, on all ranks."""
-        self._workers.send(SetPaddedEager(True))
+        self._tell(SetPaddedEager(True))
         try:
             with self.inner.padded_eager():
                 yield
         finally:
             if self._workers.failure is None:
-                self._workers.send(SetPaddedEager(False))
+                self._tell(SetPaddedEager(False))
 
     def report(self) -> dict[str, Any]:
         """This rank's: graphs and steps are the same on all."""
@@ -113,7 +113,7 @@ class ParallelRunner:
     def reset_report(self) -> None:
         self.inner.reset_report()
         if self._workers.failure is None and not self._is_shut_down:
-            self._workers.send(ResetReport())
+            self._tell(ResetReport())
 
     def shutdown(self) -> None:
         """End the other ranks, release graphs and memory, leave the group, in this order. Safe to call
@@ -122,6 +122,11 @@ class ParallelRunner:
             return
         self._is_shut_down = True
         self._leave()
+
+    def _tell(self, message: Any) -> None:
+        """A rank that hangs does not read, and then there is no room for more."""
+        with self._workers.watching("a message to the other ranks"):
+            self._workers.send(message)
 
     @contextmanager
     def _together(self, batch: ScheduledBatch) -> Iterator[None]:
@@ -144,13 +149,16 @@ def _leave(runner: ModelRunner, workers: Workers, group: RankGroup) -> None:
     waits for those that hold it."""
     is_broken = workers.failure is not None
     try:
-        if not is_broken:
-            with suppress(GaplessError):  # of a rank that goes just now
-                workers.send(None)  # they wait for us where the group ends
-        if not is_broken or group.torch_device.type == "cpu":
-            runner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
+        with workers.watching("the end of the ranks", END_LIMIT_S):
+            try:
+                if not is_broken:
+                    with suppress(GaplessError):  # of a rank that goes just now
+                        workers.send(None)  # they wait for us where the group ends
+                if not is_broken or group.torch_device.type == "cpu":
+                    runner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
+            finally:
+                group.close()
     finally:
-        group.close()
         forget_group(group)
         workers.close()
 

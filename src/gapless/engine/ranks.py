@@ -34,7 +34,14 @@ from gapless.parallel.collectives import forget_group, register_group
 from gapless.parallel.group import RankGroup
 from gapless.parallel.shard import Shard
 from gapless.parallel.wire import accept_ranks, connect_to_first
-from gapless.parallel.workers import StartProcess, Workers, start_interpreter
+from gapless.parallel.workers import (
+    CAPTURE_LIMIT_S,
+    MEET_LIMIT_S,
+    START_LIMIT_S,
+    StartProcess,
+    Workers,
+    start_interpreter,
+)
 
 if TYPE_CHECKING:
     from gapless.engine.build import OpenedEngine, Progress
@@ -83,7 +90,7 @@ def open_ranks(
     try:
         level = max(logging.getLogger("gapless").getEffectiveLevel(), logging.ERROR)
         start = StartRank(config=config, size=size, port=port, log_level=level)
-        with workers.watching("the start of the ranks' processes"):
+        with workers.watching("the start of the ranks' processes", MEET_LIMIT_S):
             workers.send(start)
             workers.receive()
         torch_device = _device(device_type, local_rank)
@@ -92,14 +99,14 @@ def open_ranks(
             _device(device_type, local_rank)  # CUDA's current device is that of a thread
             return _join(store, 0, config, torch_device)
 
-        with workers.watching("the meeting of the ranks"):
+        with workers.watching("the meeting of the ranks", MEET_LIMIT_S):
             _wait_for_all(store, size, workers)
             group = _meet(workers, join)
         group.share_cores()
         workers.on_failure(group.fail)
 
         def report(stage: str, done: int, total: int) -> None:
-            workers.progress()
+            workers.progress(CAPTURE_LIMIT_S[device_type] if stage == "capture" else START_LIMIT_S)
             if progress is not None:
                 progress(stage, done, total)
 

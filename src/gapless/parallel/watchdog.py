@@ -41,11 +41,11 @@ class Watchdog:
         finally:
             self._watched = None if before is None else (before[0], before[1], time.monotonic())
 
-    def progress(self) -> None:
-        """What is watched goes on: its time begins again."""
+    def progress(self, limit_s: float) -> None:
+        """What is watched goes on: its time begins again, and may be ``limit_s`` from now on."""
         watched = self._watched
         if watched is not None:
-            self._watched = (watched[0], watched[1], time.monotonic())
+            self._watched = (watched[0], limit_s, time.monotonic())
 
     def close(self) -> None:
         self._is_closed.set()

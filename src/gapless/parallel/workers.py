@@ -28,7 +28,14 @@ _END_S = 10.0
 STEP_LIMIT_S = {"cuda": 60.0, "cpu": 600.0}
 """By device: a step that takes longer has a rank that hangs. CPUs are slow, and gloo gives up then too."""
 START_LIMIT_S = 600.0
-"""A start without progress on the first rank for so long has a rank that hangs."""
+"""A start without progress on the first rank for so long has a rank that hangs: weights may come slowly, and
+code may be compiled for minutes."""
+MEET_LIMIT_S = 180.0
+"""Processes that have been started are there, and then in one group, after this time; or never."""
+CAPTURE_LIMIT_S = {"cuda": 120.0, "cpu": 600.0}
+"""By device: to warm up and capture one size. Nothing is compiled there any more."""
+END_LIMIT_S = 60.0
+"""To give up graphs and leave the group; whoever is left behind then is killed."""
 
 _REASON_WAIT_S = 5.0
 """What a rank says of itself, or how its process has ended, is known by then."""
@@ -132,12 +139,14 @@ class Workers:
         limit_s = self._timeout_s or STEP_LIMIT_S.get(device_type, START_LIMIT_S)
         return self._watchdog.watching(f"step {step_id}", limit_s)
 
-    def watching(self, name: str) -> AbstractContextManager[None]:
-        """As ``watching_step``, for anything else; ``progress`` gives it its whole time again."""
-        return self._watchdog.watching(name, self._timeout_s or START_LIMIT_S)
+    def watching(self, name: str, limit_s: float = START_LIMIT_S) -> AbstractContextManager[None]:
+        """As ``watching_step``, for anything else; ``progress`` gives it its whole time again. An environment
+        that sets a limit sets this one too."""
+        return self._watchdog.watching(name, self._timeout_s or limit_s)
 
-    def progress(self) -> None:
-        self._watchdog.progress()
+    def progress(self, limit_s: float = START_LIMIT_S) -> None:
+        """What is watched goes on; the next sign of it has ``limit_s`` to come."""
+        self._watchdog.progress(self._timeout_s or limit_s)
 
     def send(self, message: Any) -> None:
         """To every rank, in one piece. Raises the reason when one is gone."""

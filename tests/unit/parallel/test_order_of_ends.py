@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from gapless.engine.rank_worker import _open_and_run
 from gapless.engine.runner import ModelRunner
 from gapless.errors import RankError
 from gapless.parallel.collectives import register_group
+from gapless.parallel.watchdog import Watchdog
 
 
 class Log(list[str]):
@@ -42,7 +45,9 @@ def first_rank(log: Log, *, device: str = "cpu", failure: RankError | None = Non
     sizes = ("num_blocks", "block_size", "max_model_len", "max_num_reqs", "max_num_batched_tokens")
     more = dict.fromkeys((*sizes, "vocab_size", "max_steps_ahead"), 1)
     inner: Any = SimpleNamespace(shutdown=log.of("graphs"), media=None, **more)
-    workers: Any = SimpleNamespace(failure=failure, send=log.of("told"), close=log.of("processes"))
+    workers: Any = SimpleNamespace(
+        failure=failure, send=log.of("told"), close=log.of("processes"), watching=lambda *_: nullcontext()
+    )
     group = group_of(log, device)
     register_group(group)
     return ParallelRunner(inner, workers, group)
@@ -80,6 +85,22 @@ def test_a_first_rank_whose_graphs_cannot_be_given_up_still_leaves(log: Log) -> 
     with pytest.raises(RuntimeError, match="no such graph"):
         runner.shutdown()
     assert log == ["told", "group", "processes"]
+
+
+def test_an_end_that_hangs_is_watched(log: Log) -> None:
+    runner = first_rank(log)
+    failed = threading.Event()
+    watchdog = Watchdog(lambda name, _: (log.append(name), failed.set()))
+    runner._workers.watching = lambda name, _: watchdog.watching(name, 0.1)  # type: ignore[method-assign]
+
+    def close() -> None:
+        assert failed.wait(20.0)
+        log.append("group")
+
+    runner._group.close = close  # type: ignore[method-assign]
+    runner.shutdown()
+    watchdog.close()
+    assert log == ["told", "graphs", "the end of the ranks", "group", "processes"]
 
 
 class OtherRank(ModelRunner):

@@ -53,8 +53,15 @@ def test_progress_gives_the_whole_time_again(watchdog, told):
     with watchdog.watching("start", 5 * LIMIT_S):
         for _ in range(8):
             time.sleep(LIMIT_S)
-            watchdog.progress()
+            watchdog.progress(5 * LIMIT_S)
     assert told == []
+
+
+def test_progress_may_set_another_limit(watchdog, told):
+    with watchdog.watching("start", 60.0):
+        watchdog.progress(LIMIT_S)
+        time.sleep(2.0)  # it looks once a second where the limit is long
+    assert told == [("start", LIMIT_S)]
 
 
 def test_an_outer_block_begins_anew_behind_an_inner_one(watchdog, told):
