@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def test_logits_are_those_of_one_gpu_up_to_the_noise_of_the_dtype(source: str):
     assert float(difference.square().mean().sqrt()) < 0.05
 
 
+def test_a_process_may_have_one_engine_after_another(source: str):
+    """Its other ranks are fresh processes each time, with which it has to find the handles of memory."""
+    sums_by, seconds = [], []
+    for _ in range(3):
+        start = time.monotonic()
+        with LLM(source, tensor_parallel_size=2, enforce_eager=True, **OPTIONS) as llm:
+            sums_by.append(llm.report()["startup"]["ranks"]["sums_by"])
+        seconds.append(time.monotonic() - start)
+    assert len({"no symmetric memory" in how for how in sums_by}) == 1, sums_by
+    assert max(seconds) < 60, (seconds, sums_by)
+
+
 @pytest.fixture(scope="module", params=STRATEGIES)
 def two(request: pytest.FixtureRequest, source: str) -> Iterator[LLM]:
     with LLM(source, tensor_parallel_size=2, **OPTIONS, **STRATEGIES[request.param]) as llm:
@@ -74,13 +87,14 @@ def two(request: pytest.FixtureRequest, source: str) -> Iterator[LLM]:
 
 
 def test_graphs_give_what_padded_eager_gives(two: LLM):
-    report = two.report()
-    assert not report["failures"]
-    assert {row["phase"] for row in report["graphs"]} >= {"prefill", "decode"}
+    assert not two.report()["failures"]
     two.reset_prefix_cache()
     two.reset_report()
     tokens = tokens_of(two, PROMPTS, greedy(24))
-    assert not two.report()["eager"]
+    report = two.report()
+    assert not report["eager"]
+    # Where both phases are piecewise of one strategy, the graphs of prefill serve decode too.
+    assert {row["phase"] for row in report["steps"]} >= {"prefill", "decode"}
     two.reset_prefix_cache()
     with two.padded_eager():
         assert tokens_of(two, PROMPTS, greedy(24)) == tokens
