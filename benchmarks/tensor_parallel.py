@@ -1,12 +1,15 @@
 """One GPU against several that hold the model together: step times, start-up, and whether they agree.
 
-For each number of ranks, in one process: seconds until ready and of every stage, milliseconds per token of a
+For each number of ranks: seconds until ready and of every stage, milliseconds per token of a
 single greedy stream (the difference between two lengths, so prefill is left out), milliseconds of a prompt
 with one new token, how sums over ranks are made; then the logits of a few prompts against those of the first
 number, in standard deviations, and for how many tokens the greedy answers are the same.
 
+Each is a process of its own that may take ``--limit`` seconds: one that hangs is ended with all its ranks,
+and the others are measured. The output file has every row as soon as it is known.
+
 Usage: tensor_parallel.py CONFIG_DIR [--ranks 1 2] [--dtype auto] [--device auto] [--prompt 2048]
-                          [--strategies full breakable] [--output FILE]
+                          [--strategies full breakable] [--repeats 7] [--limit 600] [--output FILE]
 The last line is the result as JSON.
 """
 
@@ -14,15 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpu_acceptance import metadata
 
-REPEATS = 7
 SHORT, LONG = 17, 145
 """New tokens of the two runs whose difference is decode alone."""
 AGREEING = 32
@@ -37,26 +46,55 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one strategy and rank count")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", nargs=3, metavar=("RANKS", "STRATEGY", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.only:
+        ranks, strategy, file = args.only
+        torch.save(measure(args, int(ranks), strategy), file)
+        return
     rows: list[dict[str, Any]] = []
-    answers: list[tuple[Any, list[tuple[int, ...]]]] = []
+    first: Answers | None = None
     for strategy in args.strategies:
         for ranks in args.ranks:
+            row: dict[str, Any] = {"ranks": ranks, "strategy": strategy}
             try:
-                row, *answer = measure(args, ranks, strategy)
-            except Exception as error:  # the other numbers are worth having
-                rows.append(
-                    {"ranks": ranks, "strategy": strategy, "error": f"{type(error).__name__}: {error}"}
-                )
-                print(json.dumps(rows[-1]), flush=True)
-                continue
-            answers.append((answer[0], answer[1]))
-            row |= agreement(answers[0], answers[-1])
+                measured, *answers = measure_apart(ranks, strategy, limit_s=args.limit)
+            except RuntimeError as error:  # the other numbers are worth having
+                row["error"] = str(error)
+            else:
+                first = first or (answers[0], answers[1])
+                row |= measured | agreement(first, (answers[0], answers[1]))
             rows.append(row)
             print(json.dumps(row), flush=True)
             save(args, rows)  # so that a run that is cut short leaves what it has
     print(json.dumps(save(args, rows)))
+
+
+def measure_apart(ranks: int, strategy: str, *, limit_s: float) -> tuple[Any, ...]:
+    """``measure`` in a process of its own, with this one's arguments. Raises ``RuntimeError`` when it fails
+    or takes longer than ``limit_s``; nothing of it is left then."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "measured.pt"
+        command = [sys.executable, *sys.argv, "--only", str(ranks), strategy, str(file)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            _, said = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"not done within {limit_s:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):  # its other ranks included
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode:
+            raise RuntimeError(said.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
+        return tuple(torch.load(file, weights_only=False))
+
+
+Answers = tuple[Any, list[tuple[int, ...]]]
+"""Logits, and tokens."""
 
 
 def save(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,8 +146,8 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         for _ in range(2):
             seconds(args.prompt, SHORT)
         llm.reset_report()
-        prefill = [seconds(args.prompt, 1) for _ in range(REPEATS)]
-        decode = [(seconds(16, LONG) - seconds(16, SHORT)) / (LONG - SHORT) for _ in range(REPEATS)]
+        prefill = [seconds(args.prompt, 1) for _ in range(args.repeats)]
+        decode = [(seconds(16, LONG) - seconds(16, SHORT)) / (LONG - SHORT) for _ in range(args.repeats)]
         report = llm.report()
         rng.seed(1)
         prompts = [prompt(length) for length in (5, 33, 100)]
@@ -136,7 +174,7 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
     return row, logits, [output.outputs[0].token_ids for output in outputs]
 
 
-def agreement(first: tuple[Any, Any], other: tuple[Any, Any]) -> dict[str, Any]:
+def agreement(first: Answers, other: Answers) -> dict[str, Any]:
     """Of logits and answers with those of the first row."""
     deviation = float(first[0].std())
     difference = (other[0] - first[0]) / deviation
