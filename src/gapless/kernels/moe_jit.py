@@ -28,6 +28,7 @@ def route_kernel(
     slots_P,
     blocks_B3,
     counts_N,
+    ranks_TN,
     chunk_counts_CN,
     logits_stride_t,
     num_tokens,
@@ -38,14 +39,14 @@ def route_kernel(
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     RENORMALIZES: tl.constexpr,
-    COUNTS_BETTER: tl.constexpr,
     IS_ALONE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCKS_EACH: tl.constexpr,
     FILL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per ``CHUNK`` tokens: softmax, the ``TOP_K`` best experts of each, counts per expert.
+    """One program per ``CHUNK`` tokens, a warp for each: softmax, the ``TOP_K`` best experts, and what
+    ``group_kernel`` needs of them: their ranks (``TOP_K``: not chosen) and counts.
 
     Of equal probabilities the lower index wins. A row with a NaN or an infinity gets the first experts and
     NaN weights, so that its result is NaN. Rows outside ``query_start_loc[0] .. [num_places]`` choose expert
@@ -70,59 +71,45 @@ def route_kernel(
     exponent = tl.exp(logits - tl.max(logits, 1)[:, None])
     probability = exponent / tl.sum(exponent, 1)[:, None]
 
-    # -1 is taken already, or no expert; probabilities are at least 0.
-    left = tl.where(is_expert, probability, -1.0)
-    if COUNTS_BETTER:
-        # All ranks at once, where choosing one expert after another would take longer than anything else.
-        left_N = tl.reshape(left, [EXPERTS_PAD])
-        is_lower = expert_N[None, :] < expert_N[:, None]
-        is_better = (left_N[None, :] > left_N[:, None]) | (is_lower & (left_N[None, :] == left_N[:, None]))
-        rank_TN = tl.minimum(tl.sum(is_better.to(tl.int32), 1), TOP_K)[None, :]
-        total = tl.sum(tl.where(rank_TN < TOP_K, probability, 0.0), 1)
-        found = tl.where(is_real[:, None], expert_N[None, :], NUM_EXPERTS)
-        target = experts_TK + token_T[:, None] * TOP_K + rank_TN
-        tl.store(target, found, mask=is_token[:, None] & (rank_TN < TOP_K))
-    else:
-        rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
-        total = tl.zeros([CHUNK], dtype=tl.float32)
-        for k in tl.static_range(TOP_K):
-            best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
-            is_taken = expert_N[None, :] == index[:, None]
-            left = tl.where(is_taken, -1.0, left)
-            rank_TN = tl.where(is_taken, k, rank_TN)
-            total += best
-            tl.store(experts_TK + token_T * TOP_K + k, tl.where(is_real, index, NUM_EXPERTS), mask=is_token)
-    if not RENORMALIZES:
-        total = tl.full([CHUNK], 1.0, dtype=tl.float32)
-    is_chosen = is_real[:, None] & (rank_TN < TOP_K)
+    # As integers, which one instruction compares for a warp, and which have the order of floats that are at
+    # least 0. -1 is taken already, or no expert.
+    left = tl.where(is_expert, probability.to(tl.int32, bitcast=True), -1)
+    rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
+    total = tl.full([CHUNK], 0.0 if RENORMALIZES else 1.0, dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(left, 1)
+        index = tl.min(tl.where(left == best[:, None], expert_N[None, :], EXPERTS_PAD), 1)
+        is_taken = expert_N[None, :] == index[:, None]
+        left = tl.where(is_taken, -1, left)
+        rank_TN = tl.where(is_taken, k, rank_TN)
+        if RENORMALIZES:
+            total += best.to(tl.float32, bitcast=True)
     weight = tl.where(is_broken_T[:, None], float("nan"), probability / total[:, None])
     slot = token_T[:, None] * TOP_K + rank_TN
-    tl.store(weights_TK + slot, weight, mask=is_chosen)
-    # Weights of padding: column by column, for no expert stands for one.
-    for k in tl.static_range(TOP_K):
-        tl.store(weights_TK + token_T * TOP_K + k, 0.0, mask=is_token & (is_real == 0))
+    is_best = is_token[:, None] & (rank_TN < TOP_K)  # rows of padding have such too: all their logits are 0
+    tl.store(weights_TK + slot, tl.where(is_real[:, None], weight, 0.0), mask=is_best)
+    tl.store(experts_TK + slot, tl.where(is_real[:, None], expert_N[None, :], NUM_EXPERTS), mask=is_best)
 
-    chosen = is_chosen.to(tl.int32)
+    rank_TN = tl.where(is_real[:, None], rank_TN, TOP_K)
+    chosen = (rank_TN < TOP_K).to(tl.int32)
     count_N = tl.sum(chosen, 0)
     if IS_ALONE:
         offset_N = tl.cumsum(count_N, 0) - count_N
-        place = offset_N[None, :] + tl.cumsum(chosen, 0) - chosen
-        tl.store(slots_P + place, slot, mask=is_chosen)
+        _write_slots(slots_P, offset_N, token_T, rank_TN, TOP_K)
         tl.store(counts_N + expert_N, count_N, mask=expert_N < NUM_EXPERTS)
         _write_blocks(blocks_B3, count_N, offset_N, 0, 1, num_blocks, EXPERTS_PAD, BLOCK_P, BLOCKS_EACH, FILL)
     else:
-        target = chunk_counts_CN + tl.program_id(0) * EXPERTS_PAD + expert_N
-        tl.store(target, count_N)
+        tl.store(ranks_TN + token_T[:, None] * EXPERTS_PAD + expert_N[None, :], rank_TN.to(tl.int8))
+        tl.store(chunk_counts_CN + tl.program_id(0) * EXPERTS_PAD + expert_N, count_N)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["num_chunks", "num_blocks"])
 def group_kernel(
-    experts_TK,
+    ranks_TN,
     chunk_counts_CN,
     slots_P,
     blocks_B3,
     counts_N,
-    num_tokens,
     num_chunks,
     num_blocks,
     NUM_EXPERTS: tl.constexpr,
@@ -136,13 +123,15 @@ def group_kernel(
     EARLY: tl.constexpr,
 ):
     """One program per chunk: put its slots behind those of the chunks before it, expert by expert, and write
-    its share of the blocks. Every program adds the counts of all chunks up for itself: they are few."""
+    its share of the blocks. Every program adds the counts of all chunks up for itself, ``CHUNK_TILE`` at a
+    time: they are few."""
     chunk = tl.program_id(0)
     token_T = chunk * CHUNK + tl.arange(0, CHUNK)
     expert_N = tl.arange(0, EXPERTS_PAD)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    rank_TN = tl.load(ranks_TN + token_T[:, None] * EXPERTS_PAD + expert_N[None, :]).to(tl.int32)
     before_N = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
     count_N = tl.zeros([EXPERTS_PAD], dtype=tl.int32)
     for first in range(0, num_chunks, CHUNK_TILE):
@@ -152,21 +141,21 @@ def group_kernel(
         count_N += tl.sum(found, 0)
         before_N += tl.sum(tl.where((chunk_C < chunk)[:, None], found, 0), 0)
     offset_N = tl.cumsum(count_N, 0) - count_N
-
-    rank_TN = tl.full([CHUNK, EXPERTS_PAD], TOP_K, dtype=tl.int32)
-    for k in tl.static_range(TOP_K):
-        taken = tl.load(experts_TK + token_T * TOP_K + k, mask=token_T < num_tokens, other=NUM_EXPERTS)
-        is_taken = (expert_N[None, :] == taken[:, None]) & (taken < NUM_EXPERTS)[:, None]
-        rank_TN = tl.where(is_taken, k, rank_TN)
-    is_chosen = rank_TN < TOP_K
-    chosen = is_chosen.to(tl.int32)
-    place = (offset_N + before_N)[None, :] + tl.cumsum(chosen, 0) - chosen
-    tl.store(slots_P + place, token_T[:, None] * TOP_K + rank_TN, mask=is_chosen)
+    _write_slots(slots_P, offset_N + before_N, token_T, rank_TN, TOP_K)
     if chunk == 0:
         tl.store(counts_N + expert_N, count_N, mask=expert_N < NUM_EXPERTS)
     _write_blocks(
         blocks_B3, count_N, offset_N, chunk, num_chunks, num_blocks, EXPERTS_PAD, BLOCK_P, BLOCKS_EACH, FILL
     )
+
+
+@triton.jit
+def _write_slots(slots_P, first_N, token_T, rank_TN, TOP_K: tl.constexpr):
+    """The slots of these tokens, from ``first_N`` of each expert on, in the order of tokens."""
+    is_chosen = rank_TN < TOP_K
+    chosen = is_chosen.to(tl.int32)
+    place = first_N[None, :] + tl.cumsum(chosen, 0) - chosen
+    tl.store(slots_P + place, token_T[:, None] * TOP_K + rank_TN, mask=is_chosen)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ TYPE_NAMES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",

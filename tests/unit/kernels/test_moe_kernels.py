@@ -64,11 +64,11 @@ def test_half_precision_is_within_its_noise(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("max_chunk", [32, 4])
+@pytest.mark.parametrize("max_chunk", [16, 4])
 def test_every_real_slot_lies_in_one_block_of_its_expert(
     case: Case, max_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe, "_MAX_CHUNK", max_chunk)
+    monkeypatch.setattr(moe, "_MAX_ALONE", max_chunk)
     check_routing(case, route(case, inputs := make_inputs(case)), inputs.logits_TN)
 
 
@@ -76,7 +76,7 @@ def test_every_real_slot_lies_in_one_block_of_its_expert(
     num_tokens=st.integers(1, 24),
     num_experts=st.integers(1, 12),
     data=st.data(),
-    max_chunk=st.sampled_from([2, 8, 32]),
+    max_chunk=st.sampled_from([1, 2, 8, 16]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8, deadline=None)
@@ -89,7 +89,8 @@ def test_any_routing_is_grouped_without_a_gap(
         hidden=4, size=4, real=(first, data.draw(st.integers(first, num_tokens))),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "_MAX_CHUNK", max_chunk)
+        for name in ("_MAX_ALONE", "_MIN_CHUNK", "_MAX_CHUNK"):  # of one: counts are read 8 at a time
+            patch.setattr(moe, name, max_chunk)
         inputs = make_inputs(case, seed=seed)
         check_routing(case, route(case, inputs), inputs.logits_TN)
 
@@ -193,8 +194,26 @@ def test_blocks_of_qwen3_30b_grow_with_the_tokens(num_tokens: int, rows: int) ->
     for is_gate_up, num_out in ((True, 768), (False, 2048)):
         tiles = moe.choose_tiles(num_tokens, num_experts=128, top_k=8, num_out=num_out, is_gate_up=is_gate_up)
         busy = min(num_tokens * 8, 128)
-        assert busy * -(-num_out // tiles.block_o) >= 132, "a program for every multiprocessor"
+        assert busy * -(-num_out // tiles.block_o) >= 88, "for two multiprocessors in three"
         assert tiles.block_p == rows
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "gate_up", "down"),
+    [(1, (64, 5), (64, 5)), (8, (64, 3), (128, 3)), (32, (64, 3), (128, 3)), (128, (64, 3), (128, 3))],
+)
+def test_few_tokens_of_qwen3_30b_get_what_was_fastest(
+    num_tokens: int, gate_up: tuple[int, int], down: tuple[int, int]
+) -> None:
+    for is_gate_up, num_out, wanted in ((True, 768, gate_up), (False, 2048, down)):
+        tiles = moe.choose_tiles(num_tokens, num_experts=128, top_k=8, num_out=num_out, is_gate_up=is_gate_up)
+        assert (tiles.block_o, tiles.num_stages, tiles.block_i, tiles.block_p) == (*wanted, 128, 16)
+
+
+def test_a_slice_of_a_rank_is_cut_finer() -> None:
+    """A token of Qwen3-30B-A3B shared by 8 ranks: 96 rows of each of 8 experts."""
+    sizes = {"num_experts": 128, "top_k": 8, "is_gate_up": True}
+    assert [moe.choose_tiles(tokens, num_out=96, **sizes).block_o for tokens in (1, 4, 8)] == [16, 64, 64]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
