@@ -117,7 +117,7 @@ def timed_candidates(
 
         try:
             yield {"us": time_each(ours), "tiles": asdict(tiles)}
-        except RuntimeError as error:
+        except select.launch_errors() as error:
             print(f"{tiles}: {error}", file=sys.stderr)
 
 

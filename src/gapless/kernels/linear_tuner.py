@@ -23,6 +23,7 @@ from torch import Tensor
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.linear import Matrices, launch_product
 from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, default_tiles, store_choices
+from gapless.kernels.select import launch_errors
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def best_tiles(product: Product, weights: tuple[Tensor, ...], timer: Timer) -> T
 
         try:
             took = timer(ours)
-        except RuntimeError as error:  # what Triton raises where a kernel does not fit this GPU
+        except launch_errors() as error:
             logger.debug("%s with %s: %s", product, tiles, error)
             continue
         if took < limit:

@@ -45,6 +45,16 @@ def has_early_launch(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def launch_errors() -> tuple[type[Exception], ...]:
+    """What a launch raises where a kernel does not fit a GPU: Triton's own errors (``OutOfResources``, those
+    of the assembler) are no ``RuntimeError``, the driver's are."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return (RuntimeError,)
+    return (RuntimeError, TritonError)
+
+
 def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 

@@ -244,13 +244,20 @@ def test_the_library_wins_when_it_is_as_fast(monkeypatch: pytest.MonkeyPatch) ->
     assert best_tiles(product, weights, linear_tuner.time_in_graph) is None
 
 
-def test_a_candidate_that_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_tritons", [True, False])
+def test_a_candidate_that_does_not_fit_is_passed_over(
+    is_tritons: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     product = make_product(8, num_in=64, num_out=16)
+    error = RuntimeError("invalid argument")
+    if is_tritons:
+        errors = pytest.importorskip("triton.runtime.errors")
+        error = errors.OutOfResources(245760, 232448, "shared memory")
     first, *_, last = candidates(product)
 
     def ms(tiles: Tiles | None) -> float:
         if tiles == first:
-            raise RuntimeError("out of resource: shared memory")
+            raise error
         return 0.5 if tiles == last else 1.0
 
     timer_that_prefers(monkeypatch, ms)
