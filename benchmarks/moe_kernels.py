@@ -4,10 +4,11 @@ Shapes come from a config folder; routing is random, weights differ from layer t
 holds them. Everything runs in CUDA graphs and is a median in microseconds per layer. ``ours`` and
 ``grouped_mm`` are whole blocks behind the router's logits: routing, both products, the weighted sum; our
 kernels alone are ``parts``. ``bound`` is the bytes of the experts that were chosen, at 4.3 TB/s, or the
-arithmetic at 800 TFLOP/s, whichever is more. ``--sweep`` times other tiles of the two products too.
+arithmetic at 800 TFLOP/s, whichever is more. ``--sweep`` times other tiles of the two products too, for the
+numbers of tokens it names or for all; tiles that do not fit stand last, with the error.
 
-Usage: moe_kernels.py --config DIR [--tokens 1 8 32 128 512 2048] [--sweep] [--output FILE]
-The last line is the result as JSON.
+Usage: moe_kernels.py --config DIR [--tokens 1 8 32 128 512 2048] [--sweep [512 2048]] [--output FILE]
+The last line is the result as JSON; the file has what was measured so far at any time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -31,12 +31,15 @@ from gapless.kernels.launch import can_compile_ahead, compiling_ahead
 from gapless.kernels.linear_tuner import time_in_graph
 from gapless.kernels.moe import ExpertTiles
 from gapless.kernels.norm import fused_add_rms_norm
+from gapless.kernels.select import launch_errors
 from gapless.models.config import parse_config
 from gapless.models.grouped_experts import choose_experts, grouped_experts
 from gapless.models.moe_config import ExpertConfig
 
 BYTES_PER_US = 4.3e6
 FLOPS_PER_US = 8e8
+SHARED_BYTES = 227 << 10
+"""Of a multiprocessor: a product keeps all its stages there."""
 NUM_LAYERS = 4
 
 
@@ -53,25 +56,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32, 128, 512, 2048])
-    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
+    parser.add_argument("--sweep", nargs="*", type=int, help="tokens to time other tiles for (none: all)")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     raw = json.loads((args.config / "config.json").read_text())
     config = parse_config(raw, source=str(args.config))
     if config.experts is None:
         parser.error(f"{args.config} has no experts")
+    swept = [] if args.sweep is None else args.sweep or args.tokens
     result: dict[str, Any] = {"benchmark": "moe_kernels", "unit": "us", "model": args.config.name, "rows": []}
+    result["meta"] = metadata()
     with torch.no_grad():
         weights = make_weights(config.experts, config.hidden_size)
         for num_tokens in args.tokens:
-            row = measure(config.experts, weights, num_tokens, sweep=args.sweep)
-            result["rows"].append(row)
-            print({k: v for k, v in row.items() if k != "tiles"}, flush=True)
-    result["meta"] = metadata()
-    text = json.dumps(result)
-    if args.output:
-        args.output.write_text(text + "\n")
-    print(text)
+            rows = measure(config.experts, weights, num_tokens, sweep=num_tokens in swept)
+            for count, row in enumerate(rows):
+                result["rows"] = [r for r in result["rows"] if r["tokens"] != num_tokens] + [row]
+                if count == 0:
+                    print(row, flush=True)
+                if args.output:
+                    args.output.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
 
 
 def make_weights(config: ExpertConfig, hidden: int) -> list[tuple[Tensor, Tensor]]:
@@ -87,7 +92,8 @@ def make_weights(config: ExpertConfig, hidden: int) -> list[tuple[Tensor, Tensor
 
 def measure(
     config: ExpertConfig, weights: list[tuple[Tensor, Tensor]], num_tokens: int, *, sweep: bool
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """The row, and again with every product that was swept."""
     hidden = weights[0][0].shape[2]
     x_TE = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
     limits = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
@@ -135,43 +141,49 @@ def measure(
     num_chosen = sum(int((r[4] > 0).sum()) for r in routed) / len(routed)
     expert_bytes = layers[0].gate_up_NOE[0].nbytes + layers[0].down_NEF[0].nbytes
     flops = expert_bytes * num_tokens * config.top_k  # two per weight, and a weight is two bytes
+    parts: dict[str, Callable[[int, Layer], object]] = {
+        "route": lambda i, layer: route(layer),
+        "gate_up": lambda i, layer: moe.expert_gate_up(
+            x_TE, layer.gate_up_NOE, routed[i][2], routed[i][3], config.top_k
+        ),
+        "down": lambda i, layer: moe.expert_down(
+            acts[i], layer.down_NEF, routed[i][2], routed[i][3], routed[i][0]
+        ),
+        "combine": lambda i, layer: moe_sum.combine_experts(by_slot[i], limits, None, None, out_TE),
+        "add_norm": lambda i, layer: fused_add_rms_norm(out_TE, x_TE, norm_E, 1e-6),
+        "combine_add_norm": lambda i, layer: moe_sum.combine_add_rms_norm(
+            by_slot[i], limits, None, None, x_TE, norm_E, 1e-6
+        ),
+    }
+    for run in parts.values():
+        run(0, layers[0])  # compiles
+    warm_up()
     row: dict[str, Any] = {
         "tokens": num_tokens,
         "experts": num_chosen,
         "bound": round(max(num_chosen * expert_bytes / BYTES_PER_US, flops / FLOPS_PER_US), 2),
         "ours": time_layers(ours),
         "grouped_mm": timed_or_error(lambda: time_layers(library)),
-        "parts": {
-            "route": time_layers(lambda i, layer: route(layer)),
-            "gate_up": time_layers(
-                lambda i, layer: moe.expert_gate_up(
-                    x_TE, layer.gate_up_NOE, routed[i][2], routed[i][3], config.top_k
-                )
-            ),
-            "down": time_layers(
-                lambda i, layer: moe.expert_down(
-                    acts[i], layer.down_NEF, routed[i][2], routed[i][3], routed[i][0]
-                )
-            ),
-            "combine": time_layers(
-                lambda i, layer: moe_sum.combine_experts(by_slot[i], limits, None, None, out_TE)
-            ),
-            "add_norm": time_layers(lambda i, layer: fused_add_rms_norm(out_TE, x_TE, norm_E, 1e-6)),
-            "combine_add_norm": time_layers(
-                lambda i, layer: moe_sum.combine_add_rms_norm(
-                    by_slot[i], limits, None, None, x_TE, norm_E, 1e-6
-                )
-            ),
-        },
+        "parts": {name: time_layers(run) for name, run in parts.items()},
     }
+    yield row
     if sweep:
         row["tiles"] = {}
         for name, is_down in (("gate_up", False), ("down", True)):
             by_tiles = sweep_tiles(config, layers, x_TE, acts, by_slot, time_layers, is_down=is_down)
-            row["tiles"][name] = by_tiles[:8]
+            row["tiles"][name] = by_tiles
             for entry in by_tiles[:4]:
                 print(name, entry, flush=True)
-    return row
+            yield row
+
+
+def warm_up() -> None:
+    """A fifth of a second of work: while kernels were compiled, an idle GPU lowered its clocks, and the small
+    kernels then took half as long again."""
+    matrix = torch.zeros(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    for _ in range(120):
+        matrix @ matrix
+    torch.cuda.synchronize()
 
 
 def sweep_tiles(
@@ -184,7 +196,7 @@ def sweep_tiles(
     *,
     is_down: bool,
 ) -> list[dict[str, Any]]:
-    """One of the products with every candidate, the fastest first."""
+    """One of the products with every candidate, the fastest first, those with an error last."""
     num_tokens, top_k = x_TE.shape[0], config.top_k
     limits = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
 
@@ -200,51 +212,67 @@ def sweep_tiles(
         result, scales = (by_slot[i], weights_TK) if is_down else (torch.empty_like(acts[i]), None)
         moe.launch_expert_product(source, weight, slots, blocks, scales, result, tiles, top_k=top_k)
 
-    wanted = list(candidates(moe.block_slots(num_tokens, num_experts=config.num_experts, top_k=top_k)))
+    chosen = moe.choose_tiles(
+        num_tokens,
+        num_experts=config.num_experts,
+        top_k=top_k,
+        num_out=by_slot[0].shape[1] if is_down else acts[0].shape[1],
+        is_gate_up=not is_down,
+    )
+    wanted = list(dict.fromkeys([chosen, *candidates(chosen.block_p, is_down=is_down)]))
     if can_compile_ahead(x_TE.device):
         for tiles in wanted:
             routed(tiles.block_p)
         with compiling_ahead():
             for tiles in wanted:
                 product(tiles, 0, layers[0])
-    timed = []
+    warm_up()
+    timed, failed = [], []
     for tiles in wanted:
-        run = functools.partial(product, tiles)
-        us = timed_or_error(functools.partial(time_layers, run))
+        us = timed_or_error(functools.partial(time_layers, functools.partial(product, tiles)))
+        described = {"is_rule": tiles == chosen, "tiles": dataclasses.asdict(tiles)}
         if isinstance(us, float):
-            timed.append({"us": us, "tiles": dataclasses.asdict(tiles)})
-    return sorted(timed, key=lambda entry: entry["us"])
+            timed.append({"us": us, **described})
+        else:
+            failed.append({"error": us, **described})
+    return sorted(timed, key=lambda entry: entry["us"]) + failed
 
 
-def candidates(block_p: int) -> Iterator[ExpertTiles]:
-    """Around what the rule gives: a block size more and less, and everything that fits a processor."""
-    sizes = sorted({max(block_p // 2, 16), block_p, min(block_p * 2, 128)})
-    for rows, block_o, block_i, stages, warps, group in itertools.product(
-        sizes, (16, 32, 64, 128), (64, 128), (3, 4, 5), (4, 8), (1, 8)
-    ):
-        if group > 1 and rows < 128:
-            continue
-        if rows * block_o > 128 * 128 or (warps == 8 and rows * block_o < 64 * 64):
-            continue
-        if (2 * block_o + rows) * block_i * 2 * (stages - 1) > 200 * 1024:
-            continue
-        yield ExpertTiles(
-            block_p=rows,
-            block_o=block_o,
-            block_i=block_i,
-            weights_left=rows <= 32,
-            num_warps=warps,
-            num_stages=stages,
-            group=group,
-        )
+def candidates(block_p: int, *, is_down: bool) -> Iterator[ExpertTiles]:
+    """About ten that make sense around ``block_p`` slots a block, of those that fit a multiprocessor."""
+    # Whether the weights stand on the left, slots, output and input features, warps, stages.
+    shapes: list[tuple[bool, int, int, int, int, int]] = []
+    if block_p <= 64:
+        for rows in sorted({min(block_p, 32), block_p}):
+            shapes += [(True, rows, *rest) for rest in ((64, 128, 4, 3), (128, 64, 4, 4), (128, 128, 4, 3))]
+    if block_p <= 32:
+        shapes += [(True, block_p, *rest) for rest in ((64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 5))]
+    else:
+        shapes += [(False, 64, *rest) for rest in ((64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4))]
+        shapes += [(False, 128, *rest) for rest in ((64, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4))]
+    if block_p == 128:
+        shapes += [(False, 128, *rest) for rest in ((64, 64, 4, 4), (256, 64, 8, 3), (256, 64, 8, 4))]
+    for is_left, rows, block_o, block_i, warps, stages in shapes:
+        num_weights = block_o if is_down else 2 * block_o
+        shared_bytes = (num_weights + rows) * block_i * 2 * stages
+        sums = rows * num_weights // (32 * warps)  # of a thread, which has 255 registers
+        if shared_bytes <= SHARED_BYTES and sums <= 128:
+            yield ExpertTiles(
+                block_p=rows,
+                block_o=block_o,
+                block_i=block_i,
+                weights_left=is_left,
+                num_warps=warps,
+                num_stages=stages,
+            )
 
 
 def timed_or_error(time: Callable[[], float]) -> float | str:
     try:
         return time()
-    except RuntimeError as error:  # a shape that does not fit, or cannot be captured
+    except launch_errors() as error:  # a shape that does not fit, or cannot be captured
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return str(error).splitlines()[0]
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 if __name__ == "__main__":
