@@ -96,8 +96,8 @@ def choose_tiles(
 
 
 _MIN_PROGRAMS = 64
-"""A token's gate and up: 96 programs of 64 rows, which the largest instruction of the tensor cores takes, were
-faster than 192 of 32, though a third of the multiprocessors has none."""
+"""A token's gate and up: 96 programs of 64 rows, which one instruction of the tensor cores takes, were faster
+than 192 of 32, though a third of the multiprocessors has none."""
 _CROWD = 512
 _GROUP = 8
 
