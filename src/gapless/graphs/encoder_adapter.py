@@ -10,8 +10,9 @@ one shape (CLIP, SigLIP, DINOv2); a tower with variable lengths implements ``Enc
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -98,6 +99,15 @@ class EncoderAdapter(Protocol[ItemT]):
 
     def forward(self, run: EncoderRun) -> tuple[Tensor, ...]:
         """One tensor per output, from the tensors of ``run`` alone."""
+
+
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """An adapter may have this, too: its kernels are then compiled at once before the first capture."""
+
+    def compiling_ahead(self) -> AbstractContextManager[None] | None:
+        """A block in which a forward compiles its kernels side by side instead of running them; None where
+        that is not possible."""
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ PyTorch 193402). Invariant: what a graph reads outlives it. Read ``encoder.py`` 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import GraphKey, GraphStore, SharedPool
+
+logger = logging.getLogger(__name__)
 
 
 class EncoderMemory:
@@ -93,6 +96,15 @@ class Generation:
         """Say what ``descriptor`` stands for, before it is captured or run. ``make_dummy`` gives the batch it
         is captured with."""
         self._runs[descriptor] = _Planned(dict(sizes), bounds, make_dummy)
+
+    def compile(self, descriptors: Iterable[BatchDescriptor]) -> None:
+        """Run planned descriptors once, before any capture, within ``CompilesAhead.compiling_ahead``. What
+        goes wrong (too little memory) is left to the captures, which know what to do."""
+        for descriptor in descriptors:
+            try:
+                self._runner.compile(descriptor)
+            except Exception as error:
+                logger.info("kernels of encoder %s are compiled later: %s", descriptor, error)
 
     def capture(
         self,

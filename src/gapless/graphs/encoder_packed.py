@@ -14,14 +14,14 @@ from functools import partial
 from torch import Tensor
 
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.encoder_adapter import Values
+from gapless.graphs.encoder_adapter import CompilesAhead, Values
 from gapless.graphs.encoder_budgets import Budget, Pack, Sizes, plan_packs
 from gapless.graphs.encoder_graphs import EncoderMemory, Generation
 from gapless.graphs.encoder_options import EncoderFallback
 from gapless.graphs.modes import RuntimeMode
 from gapless.graphs.store import SharedPool
 
-_TIMED_REPLAYS = 5
+_TIMED_REPLAYS = 3
 
 
 class BudgetGraphs:
@@ -53,6 +53,7 @@ class BudgetGraphs:
     def capture(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every budget, largest first, and price them. While the pool exceeds ``max_bytes`` the
         largest budget is given up and the others are captured again."""
+        self._compile_kernels()
         while True:
             chosen = [i for i in range(len(self._ladder)) if i not in self._reasons]
             failed = self._capture(chosen, on_progress)
@@ -64,6 +65,7 @@ class BudgetGraphs:
             self.generation = self._new_generation()
         self._reasons |= dict.fromkeys(failed, EncoderFallback.CAPTURE_FAILED)
         self.budgets = self._price()
+        self.memory.device.trim()  # of what eager runs of every size have left beside the pool
 
     def plan(self, sizes: Sequence[Mapping[str, int]]) -> list[Pack]:
         """The cheapest packs of items with these sizes, in order."""
@@ -80,6 +82,15 @@ class BudgetGraphs:
     def release(self) -> None:
         self.generation.release()
         self.budgets = []
+
+    def _compile_kernels(self) -> None:
+        """One after another, at their first launches, they would take most of the start. Of the sizes, the
+        smallest and the largest: kernels depend on them by rules with few cases."""
+        adapter = self.memory.adapter
+        ahead = adapter.compiling_ahead() if isinstance(adapter, CompilesAhead) else None
+        if ahead is not None:
+            with ahead:
+                self.generation.compile(dict.fromkeys((self._descriptors[0], self._descriptors[-1])))
 
     def _capture(self, chosen: Sequence[int], on_progress: Callable[[int, int], None] | None) -> list[int]:
         """Capture budgets by index; returns those that failed."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,8 +47,9 @@ class Constants(dict[str, Any]):
 def launch(kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
     """``kernel[grid](*args, **constants)``. ``constants`` are all its ``tl.constexpr`` parameters by name,
     and options of the launch (``num_warps``, ``launch_pdl``, ...); best a ``Constants``."""
-    if _ahead is not None:
-        _ahead.compile(kernel, args, constants)
+    ahead = _ahead
+    if ahead is not None and ahead.thread == threading.get_ident():
+        ahead.compile(kernel, args, constants)
         return
     launcher = _launcher()
     if launcher is None:
@@ -69,16 +71,17 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Within the block launches only compile: each kernel once, side by side in threads, all done at the end.
+    """Within the block this thread's launches only compile: each kernel once, side by side in threads, all
+    done at the end.
 
     What they would have written stays undefined, so run a forward in it for its launches alone. A kernel that
-    cannot be compiled is left for its first launch to report. One block at a time in a process.
+    cannot be compiled is left for its first launch to report. Blocks of other threads wait for their turn.
     """
     global _ahead
     from triton import AsyncCompileMode
 
-    assert _ahead is None, "kernels are being compiled ahead already"
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+    with _turn, ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        assert _ahead is None, "kernels are being compiled ahead already"
         with AsyncCompileMode(pool, ignore_errors=True):
             _ahead = _AheadCompiler()
             try:
@@ -91,6 +94,7 @@ class _AheadCompiler:
     """Asks Triton for each kernel once: its own look-up takes as long as a launch of it."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._asked: set[tuple[Any, ...]] = set()
 
     def compile(self, kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
@@ -103,6 +107,7 @@ class _AheadCompiler:
         kernel.warmup(*args, grid=(1,), **constants)
 
 
+_turn = threading.RLock()
 _ahead: _AheadCompiler | None = None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -58,6 +60,45 @@ def test_progress_of_the_capture_is_told() -> None:
     seen: list[tuple[int, int]] = []
     runner_of().capture(on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+class CompilingEncoder(ToyEncoder):
+    """Notes how many tokens its forwards have within the block."""
+
+    def __init__(self, *, failing: int | None = None) -> None:
+        super().__init__()
+        self.is_ahead, self.failing = False, failing
+        self.ahead: list[int] = []
+        self.later: list[int] = []
+
+    @contextmanager
+    def compiling_ahead(self) -> Iterator[None]:
+        self.is_ahead = True
+        yield
+        self.is_ahead = False
+
+    def forward(self, run):
+        (self.ahead if self.is_ahead else self.later).append(run.sizes["tokens"])
+        if self.is_ahead and run.sizes["tokens"] == self.failing:
+            raise torch.OutOfMemoryError("too large")
+        return super().forward(run)
+
+
+@pytest.mark.parametrize("failing", [None, 32, 8])
+def test_kernels_are_compiled_ahead_for_the_smallest_and_the_largest_budget(failing: int | None) -> None:
+    encoder = CompilingEncoder(failing=failing)
+    runner = runner_of(encoder).capture()
+    assert encoder.ahead == [8, 32]
+    assert set(encoder.later) == {32, 16, 8}
+    assert len(runner.report()["graphs"]) == 3
+    assert_same(runner.run(rows(4, 6)), runner.eager(rows(4, 6)), atol=1e-5)
+
+
+def test_nothing_is_compiled_ahead_where_the_device_has_nothing_to_compile(monkeypatch) -> None:
+    monkeypatch.setattr(CompilingEncoder, "compiling_ahead", lambda self: None)
+    encoder = CompilingEncoder()
+    runner_of(encoder).capture()
+    assert encoder.ahead == []
 
 
 def test_padding_is_counted_and_its_share_reported() -> None:

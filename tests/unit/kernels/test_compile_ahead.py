@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -51,6 +52,26 @@ def test_after_the_block_launches_launch_again_also_after_an_error() -> None:
 def test_two_blocks_at_a_time_are_a_mistake() -> None:
     with compiling_ahead(), pytest.raises(AssertionError, match="ahead already"), compiling_ahead():
         pass
+
+
+def test_other_threads_launch_as_ever_and_wait_to_compile_ahead() -> None:
+    kernel, order = FakeKernel(), []
+
+    def launch_and_compile() -> None:
+        launch(kernel, (1,), [torch.zeros(4)], {"TILE": 16})
+        launched.set()
+        with compiling_ahead():
+            order.append("second")
+
+    launched = threading.Event()
+    other = threading.Thread(target=launch_and_compile)
+    with compiling_ahead():
+        other.start()
+        assert launched.wait(20)
+        other.join(0.05)
+        order.append("first")
+    other.join(20)
+    assert (kernel.launched, kernel.warmed, order) == (1, [], ["first", "second"])
 
 
 def test_a_cpu_compiles_nothing_ahead() -> None:

@@ -118,5 +118,9 @@ class GraphDevice(Protocol):
 
     def memory(self, pool: Pool | None = None) -> MemoryReading: ...
 
+    def trim(self) -> None:
+        """Give back to the system what the process has allocated for tensors that are gone. It waits for the
+        device; pools keep what is theirs."""
+
     def time(self, fn: Callable[[], object], *, repeats: int) -> float:
         """Median seconds of ``fn`` over ``repeats`` runs, finished work included."""

@@ -245,6 +245,9 @@ class CudaDevice:
             free_bytes=self._runtime.free_memory(),
         )
 
+    def trim(self) -> None:
+        self._runtime.empty_cache()
+
     def time(self, fn: Callable[[], object], *, repeats: int) -> float:
         seconds = []
         for _ in range(repeats):

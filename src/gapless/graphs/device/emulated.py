@@ -246,6 +246,9 @@ class EmulatedDevice:
             free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         )
 
+    def trim(self) -> None:
+        pass
+
     def time(self, fn: Callable[[], object], *, repeats: int) -> float:
         seconds = []
         for _ in range(repeats):

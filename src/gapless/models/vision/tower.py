@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +28,7 @@ from gapless.graphs.device.upload import HostRows
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
+from gapless.kernels.launch import can_compile_ahead, compiling_ahead
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
 from gapless.models.vision.fused import BlockInputs, FusedBlocks, PatchAngles, merge_gated
@@ -176,6 +178,9 @@ class VisionTower:
         shape = (units * self.granule, self.patch_values)
         patches_PC = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return {"patches": patches_PC, **self._host_inputs([(1, self.merge_size, units * self.merge_size)])}
+
+    def compiling_ahead(self) -> AbstractContextManager[None] | None:
+        return compiling_ahead() if can_compile_ahead(self.device) else None
 
     def embed_patches(self, patches_PC: Tensor, projection: nn.Conv3d) -> Tensor:
         """A convolution whose kernel is the whole patch is a matrix product."""
