@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from encoder_cases import (
     CONFIGS,
@@ -16,6 +21,7 @@ from encoder_cases import (
     tiny_tower,
 )
 from gapless.graphs.device import get_device
+from gapless.graphs.encoder_adapter import fresh_run
 from gapless.models.vision.fused import feed_forward, padded_width
 from gapless.models.vision.tower import VisionTower, make_tower
 
@@ -115,3 +121,48 @@ def test_an_activation_without_a_kernel_keeps_its_own_mlp() -> None:
     config = {**CONFIGS["qwen2_5_vl"], "hidden_act": "gelu"}
     tower = make_tower("qwen2_5_vl", config, dtype=torch.float32, device=CPU.torch_device, is_fused=True)
     assert not hasattr(tower.module.blocks[0].mlp, "gate_up_weight")  # type: ignore[union-attr, index]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that live at a time of what ops make; ``known`` tensors do not count."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._keys = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        tensors = made if isinstance(made, (tuple, list)) else [made]
+        for tensor in filter(torch.is_tensor, tensors):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._keys:
+                self._keys.add(storage.data_ptr())
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._free, storage.data_ptr(), storage.nbytes())
+        return made
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._keys.discard(key)
+        self._now -= num_bytes
+
+
+def test_beside_the_activation_of_an_mlp_lives_only_the_residual_stream(monkeypatch) -> None:
+    """What lives at most is the size of a graph's pool."""
+    hidden, inner = CONFIGS["qwen2_5_vl"]["hidden_size"], 512
+    config = {**CONFIGS["qwen2_5_vl"], "intermediate_size": inner}
+    tower = make_tower("qwen2_5_vl", config, dtype=torch.float32, device=CPU.torch_device, is_fused=True)
+    fill(tower)
+    monkeypatch.setattr(tower.backend, "attend", lambda q, k, v, out, *args, **options: out.zero_())
+    item = media(tower, (1, 16, 16))
+    sizes, bounds = tower.sizes_of(item), tower.bounds_of([item])
+    run = fresh_run(tower, tower.prepare([item]), sizes=sizes, bounds=bounds, device=tower.device)
+    module = tower.module
+    known = [*module.parameters(), *module.buffers(), *run.tensors.values(), *run.workspaces.values()]
+    with torch.no_grad(), LiveBytes(known) as live:
+        tower.forward(run)
+    row_bytes = sizes["tokens"] * torch.float32.itemsize
+    rows_of_hidden, gate_up, gated = 2, 2 * inner, inner
+    rows_of_hidden += 2  # the interpreter keeps what a kernel was launched with until the next launch
+    assert live.most / row_bytes <= rows_of_hidden * hidden + gate_up + gated

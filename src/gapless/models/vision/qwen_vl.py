@@ -74,17 +74,21 @@ class Qwen25Tower(VisionTower):
 
     def forward(self, run: EncoderRun) -> tuple[Tensor, ...]:
         module: Any = self.module
-        embedded_PH = self.embed_patches(run["patches"], module.patch_embed.proj)
-        by_unit = embedded_PH.view(-1, self.granule, embedded_PH.shape[-1])
-        hidden_PH = run["block_input"]
-        # Padding takes rows of the first unit: a value like any other, that no real row looks at.
-        hidden_PH.copy_(by_unit[run["window_index"]].view_as(hidden_PH))
-        blocks = self.blocks_on(run, hidden_PH)
+        blocks = self.blocks_on(run, self._embed(run))
         full, window = self.full_segments(run), self.window_segments(run)
         for index, block in enumerate(module.blocks):
             is_full = index in module.fullatt_block_indexes
             blocks.run(block, full if is_full else window)
         return (module.merger(blocks.hidden())[run["reverse_index"]],)
+
+    def _embed(self, run: EncoderRun) -> Tensor:
+        """Patches in the order of windows, in the static workspace."""
+        module: Any = self.module
+        embedded_PH = self.embed_patches(run["patches"], module.patch_embed.proj)
+        by_unit = embedded_PH.view(-1, self.granule, embedded_PH.shape[-1])
+        hidden_PH = run["block_input"]
+        # Padding takes rows of the first unit: a value like any other, that no real row looks at.
+        return hidden_PH.copy_(by_unit[run["window_index"]].view_as(hidden_PH))
 
 
 class Qwen3Tower(VisionTower):
@@ -128,15 +132,7 @@ class Qwen3Tower(VisionTower):
 
     def forward(self, run: EncoderRun) -> tuple[Tensor, ...]:
         module: Any = self.module
-        embedded_PH = self.embed_patches(run["patches"], module.patch_embed.proj)
-        hidden_PH, table_SH = run["block_input"], module.pos_embed.weight
-        indices_P4, weights_P4 = run["interp_indices"], run["interp_weights"]
-        if self.is_fused:
-            fused_add_interpolated(embedded_PH, table_SH, indices_P4, weights_P4, hidden_PH)
-        else:
-            positions_PH = (module.pos_embed(indices_P4) * weights_P4[:, :, None]).sum(1)
-            torch.add(embedded_PH, positions_PH.to(embedded_PH.dtype), out=hidden_PH)
-        blocks = self.blocks_on(run, hidden_PH)
+        blocks = self.blocks_on(run, self._embed(run))
         segments = self.full_segments(run)
         taps_UE: list[Tensor] = []
         for index, block in enumerate(module.blocks):
@@ -147,6 +143,19 @@ class Qwen3Tower(VisionTower):
                 taps_UE.append(merger(blocks.hidden()))
         embeds_UE = module.merger(blocks.hidden())
         return (embeds_UE, torch.stack(taps_UE, dim=1)) if taps_UE else (embeds_UE,)
+
+    def _embed(self, run: EncoderRun) -> Tensor:
+        """Patches with their learned positions, in the static workspace."""
+        module: Any = self.module
+        embedded_PH = self.embed_patches(run["patches"], module.patch_embed.proj)
+        hidden_PH, table_SH = run["block_input"], module.pos_embed.weight
+        indices_P4, weights_P4 = run["interp_indices"], run["interp_weights"]
+        if self.is_fused:
+            fused_add_interpolated(embedded_PH, table_SH, indices_P4, weights_P4, hidden_PH)
+        else:
+            positions_PH = (module.pos_embed(indices_P4) * weights_P4[:, :, None]).sum(1)
+            torch.add(embedded_PH, positions_PH.to(embedded_PH.dtype), out=hidden_PH)
+        return hidden_PH
 
 
 FAMILIES: dict[str, type[Qwen25Tower] | type[Qwen3Tower]] = {
