@@ -1,13 +1,16 @@
 """Latency of vision towers: encoder graphs against Transformers' own eager forward, with dummy weights.
 
 For one image of each size: Transformers (its default attention), our eager forward, budget graphs and exact
-graphs, from patches on the host to rows on the device. Then 8 small images in one call against 8 calls, what
-budgets cost at start-up, and what a hit in the exact cache costs over the replay of its graph alone.
+graphs, from patches on the host to rows on the device; and what a hit in the exact cache costs over the
+replay of its graph alone. Then 8 images in one call against 8 calls, and against 8 of Transformers: of 112
+pixels, where a replay waits for launches and weights, and of 224, where large towers are bound by arithmetic.
+And what budgets cost at start-up.
 
     python benchmarks/vision_encoder.py --output benchmarks/results/vision_encoder.json
     python benchmarks/vision_encoder.py --tiny      # small towers on a CPU: only proves that it runs
 
-Prints a table to stderr and one line of JSON to stdout.
+Prints a table to stderr and one line of JSON to stdout. The file has what is known so far: a tower that fails
+keeps its figures up to there and says why (``error``), the others go on, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,10 +76,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny Qwen3-VL": ("qwen3_vl", {**SMALL, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
 }
 MERGE = 2
+Save = Callable[[], None]
 NUM_PACKED = 8
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
     device = get_device(arguments.device)
     dtype = getattr(torch, arguments.dtype)
@@ -90,27 +95,40 @@ def main() -> None:
         "max_tokens": arguments.max_tokens,
         "towers": {},
     }
+
+    def save() -> None:
+        if arguments.output:
+            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
     for name, (model_type, config) in (TINY if arguments.tiny else TOWERS).items():
-        torch.manual_seed(0)
-        tower = make_tower(
-            model_type,
-            config,
-            dtype=dtype,
-            device=device.torch_device,
-            attention=arguments.attention,
-            is_fused=False if arguments.unfused else None,
-        )
-        for parameter in tower.module.parameters():
-            parameter.data.normal_(0.0, 0.02)
         print(name, file=sys.stderr)
-        result["towers"][name] = measure_tower(tower, device, arguments)
-        del tower
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        found = result["towers"][name] = {}
+        try:
+            torch.manual_seed(0)
+            tower = make_tower(
+                model_type,
+                config,
+                dtype=dtype,
+                device=device.torch_device,
+                attention=arguments.attention,
+                is_fused=False if arguments.unfused else None,
+            )
+            for parameter in tower.module.parameters():
+                parameter.data.normal_(0.0, 0.02)
+            measure_tower(tower, device, arguments, found, save)
+            del tower
+        except Exception as error:
+            traceback.print_exc()
+            found["error"] = f"{type(error).__name__}: {error}"
+        save()
     print(json.dumps(result))
+    return 1 if any("error" in found for found in result["towers"].values()) else 0
 
 
-def measure_tower(tower: VisionTower, device: GraphDevice, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_tower(
+    tower: VisionTower, device: GraphDevice, arguments: argparse.Namespace, found: dict[str, Any], save: Save
+) -> None:
+    """Fills ``found``, and saves it from time to time."""
     images = {side: image_of(tower, side) for side in arguments.sides}
     budget, start_up = start(tower, device, EncoderMode.BUDGET, arguments.max_tokens)
     exact, _ = start(tower, device, EncoderMode.EXACT, arguments.max_tokens)
@@ -121,7 +139,9 @@ def measure_tower(tower: VisionTower, device: GraphDevice, arguments: argparse.N
         "budget": lambda item: budget.run([item]),
         "exact": lambda item: exact.run([item]),
     }
-    sizes: dict[str, Any] = {}
+    found["start_up"] = start_up
+    print(f"  start-up: {start_up}", file=sys.stderr)
+    sizes = found["images"] = {}
     for side, item in images.items():
         row: dict[str, Any] = {"patches": item.num_patches}
         for way, run in ways.items():
@@ -130,18 +150,15 @@ def measure_tower(tower: VisionTower, device: GraphDevice, arguments: argparse.N
         row["speedup"] = {way: round(base / row[way]["ms"], 2) for way in ("eager", "budget", "exact")}
         row["exact_over_graph"] = hit_cost(exact, item, device, arguments.repeats)
         sizes[str(side)] = row
+        save()
         shown = "  ".join(f"{way} {row[way]['ms']:.3f} ms" for way in ways)
         print(f"  {side:>5}: {shown}  {row['speedup']}", file=sys.stderr)
-    small = [image_of(tower, arguments.sides[0], seed=seed) for seed in range(NUM_PACKED)]
-    together = timed(lambda: budget.run(small), device, arguments.repeats)
-    apart = timed(lambda: [budget.run([item]) for item in small], device, arguments.repeats)
-    packed = {"together": together, "apart": apart, "speedup": round(apart["ms"] / together["ms"], 2)}
-    print(f"  {NUM_PACKED} packed: {packed['speedup']} times as fast; start-up {start_up}", file=sys.stderr)
+    packed = found["packed"] = {}
+    for side in arguments.packed_sides:
+        packed[str(side)] = measure_packed(tower, budget, device, side, arguments.repeats)
+        save()
     summary = budget.summary()
-    found = {
-        "images": sizes,
-        "packed": packed,
-        "start_up": start_up,
+    found |= {
         "budgets": summary["budgets"],
         "padding_share": summary["padding_share"],
         "captures_while_serving": len(budget.report()["graphs"]) - start_up["graphs"],
@@ -149,26 +166,57 @@ def measure_tower(tower: VisionTower, device: GraphDevice, arguments: argparse.N
     }
     for runner in (budget, exact, off):
         runner.release()
-    return found
+
+
+def measure_packed(
+    tower: VisionTower, budget: EncoderRunner[MediaItem], device: GraphDevice, side: int, repeats: int
+) -> dict[str, Any]:
+    """Images of one size in one call, one by one, and one by one by Transformers."""
+    images = [image_of(tower, side, seed=seed) for seed in range(NUM_PACKED)]
+    ways: dict[str, tuple[Callable[[], object], int]] = {
+        "together": (lambda: budget.run(images), repeats),
+        "apart": (lambda: [budget.run([item]) for item in images], repeats),
+        "transformers": (lambda: [run_transformers(tower, item) for item in images], -(-repeats // 6)),
+    }
+    row: dict[str, Any] = {"images": NUM_PACKED, "patches": images[0].num_patches}
+    for way, (run, times) in ways.items():
+        row[way] = timed(run, device, times)
+    base = row["together"]["ms"]
+    row["speedup"] = {way: round(row[way]["ms"] / base, 2) for way in ("apart", "transformers")}
+    shown = "  ".join(f"{way} {row[way]['ms']:.3f} ms" for way in ways)
+    print(f"  {NUM_PACKED} of {side}: {shown}  {row['speedup']}", file=sys.stderr)
+    return row
 
 
 def start(
     tower: VisionTower, device: GraphDevice, mode: EncoderMode, max_tokens: int
 ) -> tuple[EncoderRunner[MediaItem], dict[str, Any]]:
-    """A runner, captured, and what its start took."""
+    """A runner, captured, and what its start took. ``device_bytes`` is all that is gone from the device:
+    graphs (``pool_bytes`` and ``driver_bytes``), static memory, and the ``library_bytes`` that the first run
+    of anything takes (loaded kernels, workspaces of cuBLAS)."""
     device.synchronize()
+    device.trim()
     free, begun = device.memory().free_bytes, time.perf_counter()
     runner: EncoderRunner[MediaItem] = EncoderRunner(
         tower, device=device, options=EncoderOptions(mode=mode, max_tokens=max_tokens)
     ).capture()
     device.synchronize()
     seconds = time.perf_counter() - begun
+    gone = max(0, free - device.memory().free_bytes)
     report = runner.report()
+    memory = report["memory"]
+    graph_bytes, static_bytes = (
+        memory["pool_bytes"] + memory["driver_bytes"],
+        report["encoder"]["static_bytes"],
+    )
     return runner, {
         "seconds": round(seconds, 3),
-        "pool_bytes": report["memory"]["pool_bytes"],
-        "static_bytes": report["encoder"]["static_bytes"],
-        "device_bytes": max(0, free - device.memory().free_bytes),
+        "capture_s": memory["capture_s"],
+        "pool_bytes": memory["pool_bytes"],
+        "driver_bytes": memory["driver_bytes"],
+        "static_bytes": static_bytes,
+        "library_bytes": max(0, gone - graph_bytes - static_bytes),
+        "device_bytes": gone,
         "graphs": len(report["graphs"]),
         "failures": len(report["failures"]),
     }
@@ -262,6 +310,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--attention", choices=("auto", *varlen_backends()), default="auto")
     parser.add_argument("--sides", type=int, nargs="+", help="pixels of square images")
+    parser.add_argument("--packed-sides", type=int, nargs="+", help="pixels of images that share a call")
     parser.add_argument("--max-tokens", type=int, help="the largest budget, in patches")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--unfused", action="store_true", help="our runs on Transformers' own blocks")
@@ -272,10 +321,11 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.device = arguments.device or ("cpu" if tiny else "cuda")
     arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     arguments.sides = arguments.sides or ([56, 112, 224] if tiny else [224, 448, 672, 1024])
+    arguments.packed_sides = arguments.packed_sides or ([56] if tiny else [112, 224])
     arguments.max_tokens = arguments.max_tokens or (512 if tiny else 8192)
     arguments.repeats = arguments.repeats or (3 if tiny else 30)
     return arguments
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

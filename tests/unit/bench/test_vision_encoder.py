@@ -6,30 +6,65 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "vision_encoder.py"
 
 
-def test_a_tiny_run_measures_both_towers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+WORDS = ["--tiny", "--device", "cpu", "--sides", "56", "--repeats", "1", "--max-tokens", "256"]
+
+
+@pytest.fixture
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("vision_encoder", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    words = ["--tiny", "--device", "cpu", "--sides", "56", "--repeats", "1", "--max-tokens", "256"]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    script.main()
+    return script
+
+
+def test_a_tiny_run_measures_both_towers(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *WORDS])
+    assert script.main() == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["towers"]) == 2
     for tower in result["towers"].values():
         row = tower["images"]["56"]
         assert {"transformers", "eager", "budget", "exact", "speedup", "exact_over_graph"} <= set(row)
         assert row["exact_over_graph"]["ratio"] > 0
-        assert tower["packed"]["speedup"] > 0
+        packed = tower["packed"]["56"]
+        assert (packed["images"], packed["patches"]) == (8, row["patches"])
+        assert min(packed["speedup"]["apart"], packed["speedup"]["transformers"]) > 0
         assert tower["captures_while_serving"] == 0
         assert tower["start_up"]["failures"] == 0
         assert tower["exact"]["captures"] == 1
+
+
+def test_a_tower_that_fails_loses_no_figures(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure, failed = script.measure_packed, []
+
+    def fails_once(*args: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("illegal")
+        return measure(*args)
+
+    output = tmp_path / "result.json"
+    monkeypatch.setattr(script, "measure_packed", fails_once)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *WORDS, "--output", str(output)])
+    assert script.main() == 1
+    result = json.loads(output.read_text())
+    first, second = result["towers"].values()
+    assert first["error"] == "RuntimeError: illegal"
+    assert first["images"]["56"]["budget"]["ms"] > 0
+    assert "error" not in second
+    assert second["packed"]["56"]["together"]["ms"] > 0
+    assert json.loads(capsys.readouterr().out) == result
