@@ -64,3 +64,14 @@ def device() -> Iterator[EmulatedDevice]:
     left_open = made.is_recording()
     made.abandon_segment()
     assert not left_open, "the test left a segment open"
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that was never written holds NaN: an element that a kernel leaves out is found."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).new_empty(2).isnan().all()
+    with torch.no_grad():
+        yield
+    torch.use_deterministic_algorithms(False)

@@ -34,10 +34,11 @@ def test_every_kind_names_a_test(line: str) -> None:
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda part: part)
 def test_a_named_test_exists(file: str, name: str) -> None:
-    folder = ROOT / "tests" if file.startswith("gpu/") else ROOT / "tests" / "unit"
+    folders = [""] if file.startswith("gpu/") else ["unit", "integration"]
     found = [
         function
-        for path in folder.glob(f"{file}.py" if not file.endswith("*") else f"{file}")
+        for folder in folders
+        for path in (ROOT / "tests" / folder).glob(f"{file}.py" if not file.endswith("*") else f"{file}")
         if path.suffix == ".py"
         for function in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     ]

@@ -88,7 +88,7 @@ def _constants(
     """Tiles by a rule, not by an autotuner: nothing may be timed while a stream is capturing.
 
     Only what is read 16 bytes at a time is split. Of a split kernel that waits for its loads ptxas 12.8 makes
-    products with a descriptor from a register that nothing has written (``tests/unit/attention/sass.py``).
+    products with a descriptor from a register that nothing has written: see ``sass.py`` beside its tests.
     """
     part_a = next_power_of_2(head_size)
     part_b = 0

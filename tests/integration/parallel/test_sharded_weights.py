@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-
 from checkpoints import TINY, random_tensors, write_config, write_shards
+from torch import Tensor
 
 from gapless.errors import ModelError
 from gapless.models.decoder import Decoder
