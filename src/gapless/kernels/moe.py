@@ -137,6 +137,7 @@ def route_tokens(
     chunk = _chunk_of(num_tokens, num_experts)
     num_chunks = -(-num_tokens // chunk)
     is_alone, num_blocks = num_chunks == 1, blocks_B3.shape[0]
+    assert chunk <= block_p
     if is_alone:
         ranks_TN = chunk_counts = counts_N  # not written
     else:
@@ -145,20 +146,18 @@ def route_tokens(
         chunk_counts = torch.empty(shape, dtype=torch.int32, device=device)
     # At least a warp's worth: then nearly all sizes share a kernel.
     fill = max(next_power_of_2(-(-num_blocks // num_chunks)), 32)
-    sizes = (num_experts, top_k, chunk, block_p, fill, logits_TN.device)
-    # A program that does not group has nothing to do with blocks: one kernel for all of their sizes.
-    routed = sizes if is_alone else (num_experts, top_k, chunk, _MIN_BLOCK, 1, logits_TN.device)
+    sizes = (num_experts, top_k, chunk, fill, logits_TN.device)
     launch(
         _kernels().route_kernel,
         (num_chunks,),
         (
             logits_TN, query_start_loc, weights_TK, experts_TK, slots_P, blocks_B3, counts_N, ranks_TN,
-            chunk_counts, logits_TN.stride(0), num_tokens, query_start_loc.shape[0] - 1, num_blocks,
+            chunk_counts, logits_TN.stride(0), num_tokens, query_start_loc.shape[0] - 1, num_blocks, block_p,
         ),
-        _grouping_constants(*routed, RENORMALIZES=renormalizes, IS_ALONE=is_alone),
+        _grouping_constants(*sizes, RENORMALIZES=renormalizes, IS_ALONE=is_alone),
     )  # fmt: skip
     if not is_alone:
-        args = (ranks_TN, chunk_counts, slots_P, blocks_B3, counts_N, num_chunks, num_blocks)
+        args = (ranks_TN, chunk_counts, slots_P, blocks_B3, counts_N, num_chunks, num_blocks, block_p)
         constants = _grouping_constants(*sizes, CHUNK_TILE=_chunks_at_once(chunk, num_experts))
         launch(_kernels().group_kernel, (num_chunks,), args, constants)
     return results
@@ -261,15 +260,13 @@ def launch_expert_product(
 
 @functools.cache
 def _grouping_constants(
-    num_experts: int, top_k: int, chunk: int, block_p: int, fill: int, device: torch.device, **more: int
+    num_experts: int, top_k: int, chunk: int, fill: int, device: torch.device, **more: int
 ) -> Constants:
     return Constants(
         NUM_EXPERTS=num_experts,
         EXPERTS_PAD=next_power_of_2(num_experts),
         TOP_K=top_k,
         CHUNK=chunk,
-        BLOCK_P=block_p,
-        BLOCKS_EACH=-(-chunk // block_p),
         FILL=fill,
         num_warps=chunk,
         **more,

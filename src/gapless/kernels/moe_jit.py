@@ -2,7 +2,7 @@
 
 Nothing is counted on the host. Routing gives each chunk of tokens its experts and counts them; grouping turns
 the counts into the order of *slots* (a slot is one token with one of its experts) sorted by expert, and into
-*blocks*: an expert, and up to ``BLOCK_P`` of its slots. There are as many blocks as the worst routing of so
+*blocks*: an expert, and up to ``block_p`` of its slots. There are as many blocks as the worst routing of so
 many tokens could need; what this one leaves empty stands at the end. Rows of padding choose no expert, so
 they are in no slot and no block, and no count sees them. There are no atomics: every sum has one owner and
 one order, so results are the same bits in every run. Read ``moe_product_jit.py`` next.
@@ -19,7 +19,7 @@ import triton.language as tl
 # mypy: allow-untyped-defs
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_places", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_places", "num_blocks", "block_p"])
 def route_kernel(
     logits_TN,
     query_start_loc,
@@ -34,14 +34,13 @@ def route_kernel(
     num_tokens,
     num_places,
     num_blocks,
+    block_p,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     RENORMALIZES: tl.constexpr,
     IS_ALONE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCKS_EACH: tl.constexpr,
     FILL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -97,13 +96,14 @@ def route_kernel(
         offset_N = tl.cumsum(count_N, 0) - count_N
         _write_slots(slots_P, offset_N, token_T, rank_TN, TOP_K)
         tl.store(counts_N + expert_N, count_N, mask=expert_N < NUM_EXPERTS)
-        _write_blocks(blocks_B3, count_N, offset_N, 0, 1, num_blocks, EXPERTS_PAD, BLOCK_P, BLOCKS_EACH, FILL)
+        num_N = (count_N > 0).to(tl.int32)
+        _write_blocks(blocks_B3, count_N, offset_N, num_N, 0, num_blocks, block_p, EXPERTS_PAD, FILL)
     else:
         tl.store(ranks_TN + token_T[:, None] * EXPERTS_PAD + expert_N[None, :], rank_TN.to(tl.int8))
         tl.store(chunk_counts_CN + tl.program_id(0) * EXPERTS_PAD + expert_N, count_N)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_blocks"])
+@triton.jit(do_not_specialize=["num_chunks", "num_blocks", "block_p"])
 def group_kernel(
     ranks_TN,
     chunk_counts_CN,
@@ -112,13 +112,12 @@ def group_kernel(
     counts_N,
     num_chunks,
     num_blocks,
+    block_p,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNK_TILE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCKS_EACH: tl.constexpr,
     FILL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -144,9 +143,8 @@ def group_kernel(
     _write_slots(slots_P, offset_N + before_N, token_T, rank_TN, TOP_K)
     if chunk == 0:
         tl.store(counts_N + expert_N, count_N, mask=expert_N < NUM_EXPERTS)
-    _write_blocks(
-        blocks_B3, count_N, offset_N, chunk, num_chunks, num_blocks, EXPERTS_PAD, BLOCK_P, BLOCKS_EACH, FILL
-    )
+    num_N = (count_N + block_p - 1) // block_p
+    _write_blocks(blocks_B3, count_N, offset_N, num_N, chunk, num_blocks, block_p, EXPERTS_PAD, FILL)
 
 
 @triton.jit
@@ -163,27 +161,24 @@ def _write_blocks(
     blocks_B3,
     count_N,
     offset_N,
-    program,
-    num_programs,
+    num_N,
+    chunk,
     num_blocks,
+    block_p,
     EXPERTS_PAD: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCKS_EACH: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """Of every expert's blocks, number ``program``, ``program + num_programs``, … (at most ``BLOCKS_EACH``);
-    and ``FILL`` blocks from ``program * FILL`` on are marked empty where they lie behind the last one."""
+    """Every expert's block number ``chunk``, of ``num_N``, which reaches all: no chunk has more tokens than a
+    block slots. And ``FILL`` blocks from ``chunk * FILL`` on are marked empty where they lie behind the last
+    one."""
     expert_N = tl.arange(0, EXPERTS_PAD)
-    num_N = (count_N + BLOCK_P - 1) // BLOCK_P
     first_N = tl.cumsum(num_N, 0) - num_N
-    for each in tl.static_range(BLOCKS_EACH):
-        number = program + each * num_programs
-        is_block = number < num_N
-        target = blocks_B3 + (first_N + number) * 3
-        tl.store(target, expert_N, mask=is_block)
-        tl.store(target + 1, offset_N + number * BLOCK_P, mask=is_block)
-        tl.store(target + 2, tl.minimum(count_N - number * BLOCK_P, BLOCK_P), mask=is_block)
-    block_B = program * FILL + tl.arange(0, FILL)
+    is_block = chunk < num_N
+    target = blocks_B3 + (first_N + chunk) * 3
+    tl.store(target, expert_N, mask=is_block)
+    tl.store(target + 1, offset_N + chunk * block_p, mask=is_block)
+    tl.store(target + 2, tl.minimum(count_N - chunk * block_p, block_p), mask=is_block)
+    block_B = chunk * FILL + tl.arange(0, FILL)
     is_empty = (block_B >= tl.sum(num_N, 0)) & (block_B < num_blocks)
     for part in tl.static_range(3):
         tl.store(blocks_B3 + block_B * 3 + part, 0, mask=is_empty)
