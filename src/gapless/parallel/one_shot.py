@@ -60,7 +60,6 @@ class OneShotReducer:
         self._buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=torch_device)
         self._memory = symmetric_memory.rendezvous(self._buffer, group=self._group_name)
         self._sum = ops.one_shot_all_reduce_out
-        self._copy_and_sum = getattr(ops, "one_shot_all_reduce_copy_out", None)
 
     def release_waiting(self) -> None:
         """A rank is gone: let a kernel that waits for its signal go on, so that the device becomes idle. What
@@ -85,9 +84,9 @@ class OneShotReducer:
     def all_reduce(self, values: Tensor) -> None:
         """Sum in place, on the current stream."""
         shared = self._buffer[: values.nbytes].view(values.dtype).view(values.shape)
-        if self._copy_and_sum is not None:
-            self._copy_and_sum(shared, values, "sum", self._group_name, values)
-            return
+        # torch could copy in the kernel itself (``one_shot_all_reduce_copy_out``), but there the first threads
+        # of a block signal the other ranks when they have written their own part: no ``__syncthreads`` waits
+        # for the rest of the block in between.
         shared.copy_(values)
         self._sum(shared, "sum", self._group_name, values)
 

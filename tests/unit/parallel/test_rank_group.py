@@ -192,6 +192,22 @@ def test_what_one_kernel_can_sum(values, is_served):
     assert reducer.serves(values) is is_served
 
 
+def test_values_are_all_in_shared_memory_before_the_kernel_of_the_sum():
+    reducer = object.__new__(OneShotReducer)
+    reducer._buffer, reducer._group_name = torch.zeros(256, dtype=torch.uint8), "ranks"
+
+    def add(shared: torch.Tensor, operation: str, group_name: str, out: torch.Tensor) -> None:
+        assert (operation, group_name) == ("sum", "ranks")
+        assert shared.data_ptr() == reducer._buffer.data_ptr()
+        assert torch.equal(shared, out)
+        out.add_(shared)
+
+    reducer._sum = add
+    values = torch.arange(8.0).view(2, 4)
+    reducer.all_reduce(values)
+    assert torch.equal(values, 2 * torch.arange(8.0).view(2, 4))
+
+
 class FakeReducer:
     def __init__(self, *_: Any) -> None:
         self.max_bytes = 0
