@@ -84,9 +84,9 @@ class OneShotReducer:
     def all_reduce(self, values: Tensor) -> None:
         """Sum in place, on the current stream."""
         shared = self._buffer[: values.nbytes].view(values.dtype).view(values.shape)
-        # torch could copy in the kernel itself (``one_shot_all_reduce_copy_out``), but there the first threads
-        # of a block signal the other ranks when they have written their own part: no ``__syncthreads`` waits
-        # for the rest of the block in between.
+        # torch could copy in the kernel itself (``one_shot_all_reduce_copy_out``), but there the first
+        # threads of a block signal the other ranks when they have written their own part: no
+        # ``__syncthreads`` waits for the rest of the block in between.
         shared.copy_(values)
         self._sum(shared, "sum", self._group_name, values)
 
