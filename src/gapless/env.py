@@ -60,8 +60,8 @@ class Env:
     """``GAPLESS_MOE_BACKEND``: what multiplies experts on CUDA, our kernels or torch's ``grouped_mm``
     (bfloat16 only). None: our kernels where Triton is there."""
     rank_timeout_s: float | None = None
-    """``GAPLESS_RANK_TIMEOUT``: seconds that a step of several ranks, a stage of their start without progress,
-    or their end may take before they are given up. None: what ``parallel/workers.py`` says."""
+    """``GAPLESS_RANK_TIMEOUT``: seconds that a step of several ranks, a stage of their start without
+    progress, or their end may take before they are given up. None: what ``parallel/workers.py`` says."""
     triton_interpret: bool = False
     """``TRITON_INTERPRET``, Triton's own: kernels run in its interpreter, on a CPU."""
 
