@@ -30,6 +30,7 @@ SIZES = {"num_experts": 32, "top_k": 4, "hidden": 256, "size": 192}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BATCHES = {
     "one token": {"num_tokens": 1, "real": (0, 1)},
+    "a few": {"num_tokens": 13, "real": (2, 11)},
     "decode": {"num_tokens": 32, "real": (0, 27)},
     "two chunks": {"num_tokens": 64, "real": (5, 64)},
     "prefill": {"num_tokens": 300, "real": (0, 290)},
