@@ -48,8 +48,21 @@ def test_every_attention_equals_dense_attention(name: str, head_size: int, dtype
             create_varlen_backend(name, device_type="cuda")
         except ConfigError as error:
             pytest.skip(str(error))
+    check_attention(name, head_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_size", "first"), [(72, 1), (72, 4), (68, 0), (36, 0), (64, 1), (128, 1)])
+def test_heads_that_are_not_read_16_bytes_at_a_time(head_size: int, first: int, dtype, cuda) -> None:
+    """``first``: the element of the buffer that the rows start at. Loads that are not asynchronous make other
+    kernels, one of which the assembler got wrong."""
+    check_attention("triton_varlen", head_size, dtype, first=first)
+
+
+def check_attention(name: str, head_size: int, dtype: torch.dtype, *, first: int = 0) -> None:
     lens, num_rows = (256, 3, 64, 1, 700), 1100
-    qkv = torch.randn(num_rows, 3, 4, head_size, device="cuda").to(dtype)
+    buffer = torch.randn(num_rows * 12 * head_size + first, device="cuda").to(dtype)
+    qkv = buffer[first:].view(num_rows, 3, 4, head_size)
     qkv[sum(lens) :] = float("nan")
     query, key, value = qkv.unbind(1)
     filled = torch.tensor([*lens, *[0] * 11], dtype=torch.int32, device="cuda")
