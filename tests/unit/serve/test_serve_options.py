@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import socket
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import typer
 
 import gapless.cli.serve
 from gapless.cli.main import main
@@ -20,6 +22,14 @@ from gapless.errors import ConfigError
 from gapless.launch_server import main as launch_server
 from gapless.serve.options import _SERVER_FIELDS, SERVER_ALIASES, resolve_options
 from gapless.serve.settings import ServerSettings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _commands_made_once():
+    """Hundreds of command lines are read here, and making the commands takes longer than all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 def resolve(*, engine=None, server=None, file=None, env=None):

@@ -6,14 +6,10 @@ knows take another way into it than without media.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # the tiny engines with an encoder
-
 from media_engine import media_prompt, open_media_engine
 
 from gapless.engine.build import OpenedEngine

@@ -5,18 +5,13 @@ The ranks are threads of this process, which meet in every sum.
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-
 from checkpoints import TINY
+from torch import Tensor
 
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.graphs.context import ForwardContext, use_forward_context
