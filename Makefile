@@ -37,8 +37,9 @@ WORKERS = $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo "-n auto --maxpro
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS)
 
+# A plugin that only tests/integration needs takes seconds to import, in every process.
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) tests/unit
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) -p no:schemathesis tests/unit
 
 soak: $(READY)
 	GAPLESS_SOAK=1 $(RUN) -m pytest -m soak --timeout 3600 tests
