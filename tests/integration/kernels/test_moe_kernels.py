@@ -210,6 +210,17 @@ def test_few_tokens_of_qwen3_30b_get_what_was_fastest(
         assert (tiles.block_o, tiles.num_stages, tiles.block_i, tiles.block_p) == (*wanted, 128, 16)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "gate_up", "down"), [(512, (128, 4), (128, 3)), (2048, (128, 4), (256, 4))]
+)
+def test_many_tokens_of_qwen3_30b_get_what_was_fastest(
+    num_tokens: int, gate_up: tuple[int, int], down: tuple[int, int]
+) -> None:
+    for is_gate_up, num_out, wanted in ((True, 768, gate_up), (False, 2048, down)):
+        tiles = moe.choose_tiles(num_tokens, num_experts=128, top_k=8, num_out=num_out, is_gate_up=is_gate_up)
+        assert (tiles.block_o, tiles.num_stages, tiles.num_warps) == (*wanted, 8)
+
+
 def test_a_slice_of_a_rank_is_cut_finer() -> None:
     """A token of Qwen3-30B-A3B shared by 8 ranks: 96 rows of each of 8 experts."""
     sizes = {"num_experts": 128, "top_k": 8, "is_gate_up": True}
