@@ -83,8 +83,8 @@ def choose_tiles(
             num_warps=4,
             num_stages=3 if num_busy * -(-num_out // block_o) >= _CROWD else 5,
         )
-    # Bound by arithmetic, or nearly: wide tiles of weights. The best of a sweep with Qwen3-30B-A3B on an H200 at
-    # 2048 tokens (a third quicker than half as wide) and within 1% of it at 512. float32 has room for half.
+    # Bound by arithmetic, or nearly: wide tiles of weights. The best of a sweep with Qwen3-30B-A3B on an H200
+    # at 2048 tokens (a third quicker than half as wide), within 1% of it at 512. float32 has room for half.
     is_wide, is_half = block_p == 128, itemsize == 2
     block_o = 64 if is_gate_up else 128  # gate and up are two tiles
     if is_half and (is_gate_up or is_wide):
