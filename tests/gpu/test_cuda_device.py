@@ -15,8 +15,9 @@ from gapless.errors import CaptureError, GraphError
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.capture import capture_pass, capture_program, warm_up
 from gapless.graphs.context import ForwardContext, get_forward_context, use_forward_context
-from gapless.graphs.device import get_device
+from gapless.graphs.device import destructors, get_device
 from gapless.graphs.device.cuda import CudaDevice
+from gapless.graphs.device.destructors import wait_for_destructors
 from gapless.graphs.modes import Strategy
 
 pytestmark = pytest.mark.gpu
@@ -429,3 +430,11 @@ def test_memory_reading_and_time(cuda, pool):
 
 def test_one_device_object_per_gpu():
     assert get_device("cuda") is get_device(f"cuda:{torch.cuda.current_device()}")
+
+
+def test_the_end_of_graphs_can_be_waited_for(cuda, pool):
+    program, _ = capture(cuda, pool, lambda: torch.ones(8, device="cuda"))
+    del program
+    pool.release()
+    assert wait_for_destructors(10.0)
+    assert not destructors._waiting

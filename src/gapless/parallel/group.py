@@ -24,6 +24,7 @@ from torch._C import _distributed_c10d as c10d
 
 from gapless.env import inherited, prepare_nccl
 from gapless.errors import GraphError, RankError
+from gapless.graphs.device.destructors import wait_for_destructors
 from gapless.parallel.one_shot import OneShotReducer, find_one_shot
 from gapless.parallel.shard import Shard
 
@@ -31,6 +32,8 @@ TIMEOUT_S = 600.0
 """A rank that is alive and does not come is given up after this; one that has died is seen at once."""
 _LEAVE_S = 3.0
 """Leaving a group on GPUs that has lost a rank may not end; then this process can have no other group."""
+_DESTRUCTORS_S = 10.0
+"""Thousands of graphs take the driver well under a second."""
 _LOOK_S = 0.1
 """So often, while a group is left, somebody looks whether a rank has failed."""
 _REASON_WAIT_S = 5.0
@@ -237,6 +240,8 @@ class RankGroup:
     def _leave(self) -> None:
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)  # the current device is that of a thread
+            if self._failure is None:
+                self._forget_graphs()
         self._one_shot = None  # to free its memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
             if self._owns_world:
@@ -244,6 +249,16 @@ class RankGroup:
             else:
                 for group in (self._tensors, self._control):
                     dist.destroy_process_group(group)
+
+    def _forget_graphs(self) -> None:
+        """NCCL's memory must not go while the driver still tells it which graphs have gone."""
+        torch.cuda.synchronize(self.torch_device)
+        wait_for_destructors(_DESTRUCTORS_S)
+        with suppress(RuntimeError, RankError):  # of a peer that has gone already
+            # In a call of its own NCCL takes back what those destructors gave it.
+            _wait(self._tensors.allreduce([torch.zeros(1, device=self.torch_device)], self._sum))
+            torch.cuda.synchronize(self.torch_device)
+            self.agree()
 
     def _warm_up(self) -> None:
         """Use both communicators once: what they make lazily must exist before a capture."""
