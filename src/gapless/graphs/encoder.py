@@ -159,7 +159,8 @@ class EncoderRunner(Generic[ItemT]):
             return build_report(plan=plan, store=store, log=self.log) | {"encoder": self.summary()}
 
     def summary(self) -> dict[str, Any]:
-        """Mode, budgets with their costs, waste by padding, and what the exact cache did."""
+        """Mode, budgets with their costs and seconds at start-up, waste by padding, and what the exact cache
+        did."""
         seen = list(self.log.replays.items())  # threads that run add to it
         replays = [counts for (phase, _, _), counts in seen if phase is Phase.ENCODER]
         tokens, padding = sum(c.tokens for c in replays), sum(c.padding for c in replays)
@@ -173,6 +174,7 @@ class EncoderRunner(Generic[ItemT]):
         }
         if isinstance(self._graphs, BudgetGraphs):
             found["budgets"] = [{"tokens": b.tokens, "cost": b.cost} for b in self._graphs.budgets]
+            found["start_up_s"] = {name: round(s, 3) for name, s in self._graphs.start_up_s.items()}
         if isinstance(self._graphs, ExactGraphs):
             found |= asdict(self._graphs.counts)
         return found

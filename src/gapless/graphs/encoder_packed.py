@@ -8,6 +8,7 @@ graph: what it would have served goes to a larger graph where that is cheaper, o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -39,6 +40,9 @@ class BudgetGraphs:
         self.memory, self.max_bytes = memory, max_bytes
         self.budgets: list[Budget] = []
         """Empty before ``capture``."""
+        self.start_up_s: dict[str, float] = {}
+        """Seconds of ``capture`` by stage: ``launches`` (forwards for the kernels they launch), ``compile``
+        (waiting for these), ``warm_up`` (eager runs of every size), ``capture``, ``price``, ``trim``."""
         self._pool = pool
         self._ladder = tuple(ladder)
         self._bounds = [memory.adapter.worst_bounds(tokens) for tokens in ladder]
@@ -53,10 +57,12 @@ class BudgetGraphs:
     def capture(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every budget, largest first, and price them. While the pool exceeds ``max_bytes`` the
         largest budget is given up and the others are captured again."""
-        self._compile_kernels()
+        stages = _Stages(self.start_up_s)
+        self._compile_kernels(stages)
         while True:
             chosen = [i for i in range(len(self._ladder)) if i not in self._reasons]
             failed = self._capture(chosen, on_progress)
+            stages.end("warm_up", less=sum(row.capture_s for row in self.generation.store.ledger))
             too_large = self.generation.store.pool_bytes > self.max_bytes
             if not too_large or not chosen:
                 break
@@ -65,7 +71,9 @@ class BudgetGraphs:
             self.generation = self._new_generation()
         self._reasons |= dict.fromkeys(failed, EncoderFallback.CAPTURE_FAILED)
         self.budgets = self._price()
+        stages.end("price")
         self.memory.device.trim()  # of what eager runs of every size have left beside the pool
+        stages.end("trim")
 
     def plan(self, sizes: Sequence[Mapping[str, int]]) -> list[Pack]:
         """The cheapest packs of items with these sizes, in order."""
@@ -83,7 +91,7 @@ class BudgetGraphs:
         self.generation.release()
         self.budgets = []
 
-    def _compile_kernels(self) -> None:
+    def _compile_kernels(self, stages: _Stages) -> None:
         """One after another, at their first launches, they would take most of the start. Of the sizes, the
         smallest and the largest: kernels depend on them by rules with few cases."""
         adapter = self.memory.adapter
@@ -91,6 +99,8 @@ class BudgetGraphs:
         if ahead is not None:
             with ahead:
                 self.generation.compile(dict.fromkeys((self._descriptors[0], self._descriptors[-1])))
+                stages.end("launches")
+            stages.end("compile")
 
     def _capture(self, chosen: Sequence[int], on_progress: Callable[[int, int], None] | None) -> list[int]:
         """Capture budgets by index; returns those that failed."""
@@ -130,3 +140,18 @@ class BudgetGraphs:
             sizes = adapter.most(tokens)
             generation.plan(descriptor, sizes=sizes, bounds=bounds, make_dummy=partial(adapter.dummy, sizes))
         return generation
+
+
+class _Stages:
+    """Adds up the seconds between one mark and the next, by name."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds, self._last = seconds, time.perf_counter()
+
+    def end(self, name: str, *, less: float = 0.0) -> None:
+        """``less``: seconds of it that were spent capturing."""
+        now = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last - less
+        if less:
+            self._seconds["capture"] = self._seconds.get("capture", 0.0) + less
+        self._last = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -99,6 +100,35 @@ def test_nothing_is_compiled_ahead_where_the_device_has_nothing_to_compile(monke
     encoder = CompilingEncoder()
     runner_of(encoder).capture()
     assert encoder.ahead == []
+
+
+def test_seconds_of_the_start_are_reported_by_stage() -> None:
+    """They add up to what ``capture`` takes, and what graphs took to capture is none of the warm-up."""
+    runner = runner_of(CompilingEncoder())
+    begun = time.perf_counter()
+    runner.capture()
+    seconds = time.perf_counter() - begun
+    stages = runner.report()["encoder"]["start_up_s"]
+    assert list(stages) == ["launches", "compile", "warm_up", "capture", "price", "trim"]
+    assert all(stage >= 0 for stage in stages.values())
+    assert sum(stages.values()) <= seconds + 1e-2
+    assert stages["capture"] == pytest.approx(runner.report()["memory"]["capture_s"], abs=2e-3)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1e-3, [1, 3]), (6e-3, [1])])
+def test_a_replay_that_takes_long_is_timed_once(seconds: float, expected: list[int], monkeypatch) -> None:
+    runner = runner_of().capture()
+    assert runner.generation is not None
+    descriptor = next(iter(runner.generation.store.ledger)).key.descriptor
+    asked: list[int] = []
+
+    def time_of(fn, *, repeats: int) -> float:
+        asked.append(repeats)
+        return seconds
+
+    monkeypatch.setattr(runner.device, "time", time_of)
+    assert runner.generation.time(descriptor, repeats=3) == seconds
+    assert asked == expected
 
 
 def test_padding_is_counted_and_its_share_reported() -> None:

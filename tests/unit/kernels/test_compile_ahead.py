@@ -41,6 +41,38 @@ def test_within_the_block_kernels_compile_once_for_each_specialisation_and_are_n
     assert kernel.warmed == [(2, 32), (2, 32), (2, 64), (2, 32)]  # divisible, not divisible, other tile, one
 
 
+class CompiledLater:
+    """A kernel that Triton compiles in a thread. ``driver``: what is asked for its launcher."""
+
+    def __init__(self) -> None:
+        self.src, self.metadata, self.finished = "source", "metadata", []
+
+    def warmup(self, *args: Any, grid: Any, **constants: Any) -> None:
+        from triton.runtime._async_compile import active_mode
+
+        active_mode.get().submit(id(self), lambda: self, self.finished.append)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_calls_a_kernel_is_built_in_the_same_thread(fails: bool, monkeypatch) -> None:
+    from triton.runtime.driver import driver
+
+    built: list[tuple[Any, Any, bool]] = []
+
+    def launcher(source: Any, metadata: Any) -> None:
+        built.append((source, metadata, threading.current_thread() is threading.main_thread()))
+        if fails:
+            raise RuntimeError("there is no C compiler")
+
+    active = type("Driver", (), {"launcher_cls": staticmethod(launcher)})()
+    monkeypatch.setattr(type(driver), "active", property(lambda self: active))
+    kernel = CompiledLater()
+    with compiling_ahead():
+        launch(kernel, (1,), [torch.zeros(4)], {"TILE": 16})
+    assert built == [("source", "metadata", False)]
+    assert kernel.finished == [kernel]
+
+
 def test_after_the_block_launches_launch_again_also_after_an_error() -> None:
     kernel = FakeKernel()
     with pytest.raises(RuntimeError, match="mine"), compiling_ahead():
