@@ -116,16 +116,6 @@ def prefill_attention_kernel(
     num_used = _count_requests(query_start_loc, num_reqs, end_of_batch, 1, 0)
     num_tiles = end_of_batch // BLOCK_Q + num_used
     num_rounds = tl.cdiv(num_tiles - program, tl.num_programs(1))
-    if EARLY:
-        # What came before are the step's static inputs; queries and keys are the last kernel's.
-        tl.extra.cuda.gdc_wait()
-    pad_row = end_of_batch // BLOCK_Q * BLOCK_Q + program * BLOCK_Q
-    while pad_row < num_tokens:
-        clear_pad_rows(
-            out_THD, pad_row, end_of_batch, num_tokens, first_head, out_stride_t, out_stride_h,
-            HEAD_SIZE, HEAD_PAD, PACK, BLOCK_Q,
-        )  # fmt: skip
-        pad_row += tl.num_programs(1) * BLOCK_Q
 
     for round in range(0, num_rounds):
         tile = num_tiles - 1 - program - round * tl.num_programs(1)
@@ -143,6 +133,9 @@ def prefill_attention_kernel(
             query_pointer = (
                 query_THD + token[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :]
             )
+            if EARLY:
+                # What came before are the step's static inputs; queries and keys are the last kernel's.
+                tl.extra.cuda.gdc_wait()
             query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
             best_M = tl.full([BLOCK_Q * PACK], float("-inf"), dtype=tl.float32)
             total_M = tl.zeros([BLOCK_Q * PACK], dtype=tl.float32)
@@ -186,6 +179,16 @@ def prefill_attention_kernel(
                 out_THD + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dim[None, :]
             )
             tl.store(out_pointer, result_MD.to(out_THD.dtype.element_ty), mask=is_element)
+
+    pad_row = end_of_batch // BLOCK_Q * BLOCK_Q + program * BLOCK_Q
+    while pad_row < num_tokens:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        clear_pad_rows(
+            out_THD, pad_row, end_of_batch, num_tokens, first_head, out_stride_t, out_stride_h,
+            HEAD_SIZE, HEAD_PAD, PACK, BLOCK_Q,
+        )  # fmt: skip
+        pad_row += tl.num_programs(1) * BLOCK_Q
 
 
 @triton.jit
