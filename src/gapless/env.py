@@ -96,8 +96,13 @@ def prepare_nccl() -> None:
     """Settings that NCCL and torch read when a process group is made.
 
     NVLink multicast must stay off, in NCCL and in torch's symmetric memory. A failed collective is reported
-    by the ranks themselves: torch's watchdog would end the process instead.
+    by the ranks themselves: torch's watchdog would end the process instead. All collectives of an engine are
+    on one stream, in graphs and between them, so NCCL need not order those of several graphs by events (nodes
+    of their own in every graph); and registering each captured tensor with the other ranks makes capturing
+    slower and brings nothing to tensors this small. Whoever has set these two otherwise keeps it.
     """
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -434,7 +434,7 @@ def test_one_device_object_per_gpu():
 
 def test_the_end_of_graphs_can_be_waited_for(cuda, pool):
     program, _ = capture(cuda, pool, lambda: torch.ones(8, device="cuda"))
-    del program
+    program.reset()
     pool.release()
     assert wait_for_destructors(10.0)
     assert not destructors._waiting

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import gapless
+from gapless.serve.version import version as served_version
 
 
 def run_python(code):
@@ -49,3 +50,11 @@ def test_dir_lists_the_public_names():
 
 def test_version_is_the_distribution_s():
     assert gapless.__version__ == importlib.metadata.version("gapless") == "0.1.0"
+
+
+def test_a_source_folder_on_the_path_has_no_version_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert gapless.__version__ == served_version() == "unknown"
