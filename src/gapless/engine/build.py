@@ -45,7 +45,7 @@ from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import FailedCapture, GraphStore
 from gapless.models.registry import LoadedModel, load_model, read_model_info
 from gapless.models.vision.base import MediaEncoder
-from gapless.parallel.collectives import ALL_REDUCE_OP
+from gapless.parallel.collectives import ALL_REDUCE_OPS
 from gapless.parallel.group import RankGroup
 from gapless.parallel.shard import WHOLE
 
@@ -335,7 +335,7 @@ class _Build:
                 self.model,
                 plan=plan,
                 splitting_ops=self.config.graphs.splitting_ops,
-                always_split=() if self.group is None else (ALL_REDUCE_OP,),
+                always_split=() if self.group is None else ALL_REDUCE_OPS,
                 device=self.device,
                 max_num_tokens=limits.max_num_tokens,
                 max_num_reqs=limits.max_num_reqs,

@@ -94,6 +94,11 @@ def compiling_ahead() -> Iterator[None]:
                 _ahead = None
 
 
+def is_compiling_ahead() -> bool:
+    """Whether launches of this thread only compile."""
+    return _ahead is not None and _ahead.thread == threading.get_ident()
+
+
 class _AheadCompiler:
     """Asks Triton for each kernel once: its own look-up takes as long as a launch of it."""
 

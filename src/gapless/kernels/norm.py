@@ -43,6 +43,14 @@ def fused_add_rms_norm(
     return sum_TE, normed_TE
 
 
+def add_rms_norm_into(
+    update_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, sum_TE: Tensor, normed_TE: Tensor
+) -> None:
+    """``fused_add_rms_norm`` inside another operator: its results go to ``sum`` and ``normed``, which are
+    contiguous."""
+    _launch(update_TE, residual_TE, weight_E, sum_TE, normed_TE, eps)
+
+
 def _fake_embed(
     input_ids_T: Tensor,
     drawn_rows_T: Tensor,

@@ -3,8 +3,9 @@
 The same parameters and the same order of operations as the modules of ``decoder.py``, whose forward stays the
 oracle; only what lies between two matrix products is one kernel each. A layer is nine nodes of a graph: four
 products, attention, and four kernels. The addition to the residual stream joins the norm after it, also the
-next layer's; a mixture of experts is five nodes (six with many tokens), of which the last adds and norms too.
-``T`` tokens, ``E`` hidden size, ``C`` columns of merged heads, ``H`` query heads, ``D`` head size.
+next layer's, and where ranks meet their sum joins both; a mixture of experts is five nodes (six with many
+tokens), of which the last adds and norms too. ``T`` tokens, ``E`` hidden size, ``C`` columns of merged heads,
+``H`` query heads, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from gapless.graphs.ops import direct
 from gapless.kernels import activation, linear, media, mrope, norm, rope_cache
 from gapless.kernels.linear import Matrices, compile_products
 from gapless.models.moe import MixtureOfExperts
-from gapless.parallel.collectives import all_reduce
+from gapless.parallel.collectives import all_reduce, sum_add_rms_norm
 
 if TYPE_CHECKING:
     from gapless.models.decoder import Decoder, DecoderAttention
     from gapless.models.layers import Linear, RMSNorm
     from gapless.models.moe import FeedForward
+    from gapless.parallel.shard import Shard
 
 fused_silu_mul = direct(activation.fused_silu_mul)
 small_linear, gate_up_silu = direct(linear.small_linear), direct(linear.gate_up_silu)
-fused_rms_norm, fused_add_rms_norm = direct(norm.fused_rms_norm), direct(norm.fused_add_rms_norm)
+fused_rms_norm = direct(norm.fused_rms_norm)
 fused_embed_rms_norm = direct(norm.fused_embed_rms_norm)
 fused_embed_media = direct(media.embed_media)
 fused_add_media_rms_norm = direct(media.fused_add_media_rms_norm)
@@ -114,21 +116,22 @@ def _run_layers(
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
     for index, (block, norm_after) in enumerate(zip(model.blocks, norms_after, strict=True)):
         attended_THD = _attention(block.attention, normed_TE, *rope)
-        update_TE = all_reduce(fused_linear(block.attention.out, attended_THD.flatten(1)), model.shard)
-        residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, block.mlp_norm)
+        partial_TE = fused_linear(block.attention.out, attended_THD.flatten(1))
+        residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, block.mlp_norm, model.shard)
         has_deepstack = index < num_deepstack
         if isinstance(block.mlp, MixtureOfExperts) and model.shard.is_whole and not has_deepstack:
             joined = block.mlp.fused_add_norm(normed_TE, residual_TE, norm_after)
             if joined is not None:
                 residual_TE, normed_TE = joined
                 continue
-        update_TE = all_reduce(block.mlp.fused(normed_TE), model.shard)
+        partial_TE = block.mlp.fused(normed_TE)
         if deepstack_LTE is not None and has_deepstack:
+            update_TE = all_reduce(partial_TE, model.shard)
             residual_TE, normed_TE = fused_add_media_rms_norm(
                 update_TE, residual_TE, deepstack_LTE[index], is_media_T, norm_after.weight, norm_after.eps
             )
         else:
-            residual_TE, normed_TE = _add_and_norm(update_TE, residual_TE, norm_after)
+            residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, norm_after, model.shard)
     return normed_TE
 
 
@@ -169,5 +172,7 @@ def activated(gate_up: Linear, hidden_TE: Tensor) -> Tensor:
     return gate_up_silu(hidden_TE, gate_up.weight, gate_up.bias)
 
 
-def _add_and_norm(update_TE: Tensor, residual_TE: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    return fused_add_rms_norm(update_TE, residual_TE, norm.weight, norm.eps)
+def _add_and_norm(
+    partial_TE: Tensor, residual_TE: Tensor, norm: RMSNorm, shard: Shard
+) -> tuple[Tensor, Tensor]:
+    return sum_add_rms_norm(partial_TE, residual_TE, norm.weight, norm.eps, shard)

@@ -25,6 +25,8 @@ from torch._C import _distributed_c10d as c10d
 from gapless.env import inherited, prepare_nccl
 from gapless.errors import GraphError, RankError
 from gapless.graphs.device.destructors import wait_for_destructors
+from gapless.kernels.launch import is_compiling_ahead
+from gapless.kernels.norm import add_rms_norm_into
 from gapless.parallel.one_shot import OneShotReducer, find_one_shot
 from gapless.parallel.shard import Shard
 
@@ -118,14 +120,30 @@ class RankGroup:
 
     def all_reduce(self, partial: Tensor) -> None:
         """Sum over ranks, in place, on the current stream."""
+        if (one_shot := self._one_shot_for(partial)) is not None:
+            one_shot.all_reduce(partial)
+            return
         if self._is_apart:
             return
         self._check_capture()
-        if self._one_shot is not None and self._one_shot.serves(partial):
-            self._one_shot.all_reduce(partial)
-            return
         with self._guarded():
             _wait(self._tensors.allreduce([partial], self._sum))
+
+    def sum_add_rms_norm(
+        self,
+        partial_TE: Tensor,
+        residual_TE: Tensor,
+        weight_E: Tensor,
+        eps: float,
+        sum_TE: Tensor,
+        normed_TE: Tensor,
+    ) -> None:
+        """``add_rms_norm_into`` of the sum of all ranks' ``partial_TE``, which may be overwritten with it."""
+        if (one_shot := self._one_shot_for(partial_TE)) is not None:
+            one_shot.sum_add_rms_norm(partial_TE, residual_TE, weight_E, eps, sum_TE, normed_TE)
+            return
+        self.all_reduce(partial_TE)
+        add_rms_norm_into(partial_TE, residual_TE, weight_E, eps, sum_TE, normed_TE)
 
     def gather_columns(self, local_RC: Tensor, num_columns: int) -> Tensor:
         """``[R, C]`` of each rank, side by side in the order of the ranks, the first ``num_columns`` of
@@ -269,6 +287,15 @@ class RankGroup:
         if not bool((columns == self.size).all()) or not self.agree():
             raise RankError(f"rank {self.rank}: the first sum over {self.size} ranks came out wrong")
         self._is_warm = True
+
+    def _one_shot_for(self, partial: Tensor) -> OneShotReducer | None:
+        """What sums such values in one kernel; None: not that."""
+        if self._one_shot is None or not self._one_shot.serves(partial):
+            return None
+        if self._is_apart:  # where nobody must wait; a launch that only compiles does not
+            return self._one_shot if is_compiling_ahead() else None
+        self._check_capture()
+        return self._one_shot
 
     def _check_capture(self) -> None:
         if self.torch_device.type != "cuda" or not torch.cuda.is_current_stream_capturing():

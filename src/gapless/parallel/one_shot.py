@@ -1,94 +1,205 @@
-"""Sums of small tensors over ranks in one kernel that reads every rank's memory (torch's symmetric memory).
+"""Sums of small tensors over ranks in one kernel of ours, alone or with residual addition and norm behind.
 
-NCCL takes several hops of a ring; for the few kilobytes of a decode step it is quicker that each rank reads
-all others' values itself. What it costs depends on the machine, so the largest message it serves is measured
-at start-up, inside graphs, as a step will run it. Invariants: the values of a step are copied into a buffer
-whose address all ranks know, so no captured tensor needs to be registered; the order of summation is the same
-on all ranks, so their results are the same bits; a reducer that is not there, or that disagrees with NCCL in
-its first sums, is not used, and ``why_not`` says so. NVLink multicast is never used.
+NCCL takes several hops of a ring and a kernel of its own; for the few kilobytes of a decode step it is
+quicker that each rank writes its values into every other rank's memory (torch's symmetric memory) and adds up
+what has come. Why that is right stands in ``kernels/rank_sum_jit.py``. What it costs depends on the machine,
+so the largest message it serves is measured at start-up, inside graphs, as a step will run it. Invariants:
+values are sent from wherever they lie, so no captured tensor needs to be registered; the order of summation
+is the same on all ranks, so their results are the same bits; a reducer that is not there, or that disagrees
+with NCCL in its first sums, is not used, and the reason is reported. NVLink multicast is never used. ``T``
+rows, ``E`` elements of a row.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapless.kernels.launch import Constants, launch
+from gapless.kernels.norm import add_rms_norm_into, norm_shape
+from gapless.kernels.select import has_fused_kernels, launch_options
 from gapless.parallel.exchange import ExchangeGroup
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 512 * 1024
+MAX_ROWS = 128
+"""A program each. So few run all at once on any GPU that has symmetric memory."""
+MAX_ROW_BYTES = 16 * 1024
+MAX_BYTES = 1024 * 1024
 """Beyond this NCCL is quicker on every machine known."""
-_NUMBERS_OF_RANKS = (2, 4, 8)
-"""For others torch's kernel adds in another order on each rank, and so to other bits."""
+_WORD_BYTES = 4
+"""Of values, in a word of 8."""
+_SLOT_WORDS = MAX_ROW_BYTES // _WORD_BYTES
+_NUM_HALVES = 2
 _ALIGNMENT = 16
-_DTYPES = (torch.float32, torch.bfloat16)
-"""What the kernel adds."""
-_NUM_RELEASES = 1000
-"""A step holds a few hundred sums that wait one after the other."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MEASURED_SIZE = 4096
+"""Elements of a row of bfloat16, when the two ways are compared."""
 _NUM_SUMS, _NUM_REPEATS = 20, 5
 
 
-class OneShotReducer:
-    """Sums up to ``max_bytes`` of the ranks of ``group``, whose every member makes one at the same time;
-    ``control`` is a group of the same ranks for the CPU.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mailbox:
+    """The memory of one rank in which the others leave their words, and what it needs to send its own. All
+    of it is static: graphs hold its addresses."""
 
-    Raises ``RuntimeError`` where the machine or this torch has no symmetric memory.
-    """
+    rank: int
+    size: int
+    words: Tensor
+    """int64, ``num_words(size)``: this rank's own, zeros at first."""
+    addresses_R: Tensor
+    """int64: where each rank's ``words`` begin, as this rank sees them."""
+    epochs_T: Tensor
+    """int32: how many calls each program has made, zeros at first."""
+    released: Tensor
+    """int32, one: not zero when nobody shall wait any more."""
+    handles: tuple[Any, ...] = ()
+    """What the other ranks' memory is reachable through, to be kept as long."""
 
-    def __init__(
-        self, group: Any, control: Any, torch_device: torch.device, *, max_bytes: int = MAX_BYTES
-    ) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
+    @staticmethod
+    def num_words(size: int) -> int:
+        return _NUM_HALVES * size * MAX_ROWS * _SLOT_WORDS
 
-        ops = torch.ops.symm_mem
-        if group.size() not in _NUMBERS_OF_RANKS:
-            raise RuntimeError(f"sums of {group.size()} ranks would differ between them")
-        if not hasattr(ops, "one_shot_all_reduce_out"):
-            raise RuntimeError("this torch has no one-shot sum")
-        self.max_bytes = max_bytes
-        self._exchange = ExchangeGroup(group, control)
-        self._group_name = self._exchange.name
-        self._buffer = symmetric_memory.empty(max_bytes, dtype=torch.uint8, device=torch_device)
-        self._memory = symmetric_memory.rendezvous(self._buffer, group=self._group_name)
-        self._sum = ops.one_shot_all_reduce_out
-
-    def release_waiting(self) -> None:
-        """A rank is gone: let a kernel that waits for its signal go on, so that the device becomes idle. What
-        it leaves behind is wrong; nobody may use it. Called from another thread than the steps'."""
-        rank, size = self._memory.rank, self._memory.world_size
-        with torch.cuda.stream(torch.cuda.Stream(self._buffer.device)):
-            pads = [self._memory.get_signal_pad(peer) for peer in range(size)]
-            for _ in range(_NUM_RELEASES):
-                for peer, pad in enumerate(pads):
-                    pad.fill_(int(peer == rank))  # ours: signalled; theirs: free to be signalled
-
-    def serves(self, values: Tensor) -> bool:
-        """Whether this sum is for the one kernel."""
-        return (
-            0 < values.nbytes <= self.max_bytes
-            and values.nbytes % _ALIGNMENT == 0
-            and values.data_ptr() % _ALIGNMENT == 0
-            and values.dtype in _DTYPES
-            and values.is_contiguous()
+    @classmethod
+    def of_words(
+        cls, words: Tensor, addresses: list[int], *, rank: int, handles: tuple[Any, ...] = ()
+    ) -> Mailbox:
+        return cls(
+            rank=rank,
+            size=len(addresses),
+            words=words,
+            addresses_R=torch.tensor(addresses, dtype=torch.int64, device=words.device),
+            epochs_T=torch.zeros(MAX_ROWS, dtype=torch.int32, device=words.device),
+            released=torch.zeros(1, dtype=torch.int32, device=words.device),
+            handles=handles,
         )
 
-    def all_reduce(self, values: Tensor) -> None:
+
+class OneShotReducer:
+    """Sums up to ``max_bytes`` of the ranks whose mailboxes know each other. All ranks call it in the same
+    order, each on one stream."""
+
+    def __init__(self, mailbox: Mailbox, *, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._mailbox = mailbox
+        device = mailbox.words.device
+        self._release: Callable[[], object] = partial(mailbox.released.fill_, 1)
+        if device.type == "cuda":
+            # Made ahead: when they are needed, kernels wait on this device, and what loads a kernel or
+            # allocates may wait for these. A copy needs neither.
+            one, stream = torch.ones(1, dtype=torch.int32).pin_memory(), torch.cuda.Stream(device)
+            self._release = partial(_copy_on, stream, one, mailbox.released)
+
+    def release_waiting(self) -> None:
+        """A rank is gone: let kernels that wait for it go on, those to come too, so that the device becomes
+        idle. What they leave is wrong; nobody may use it. Called from another thread than the steps'."""
+        self._release()
+
+    def serves(self, partial_TE: Tensor) -> bool:
+        """Whether this sum, over rows of the last dimension, is for the one kernel."""
+        num_bytes = partial_TE.nbytes
+        if not 0 < num_bytes <= self.max_bytes or partial_TE.dtype not in _DTYPES:
+            return False
+        row_bytes = partial_TE.shape[-1] * partial_TE.itemsize
+        return (
+            row_bytes <= MAX_ROW_BYTES
+            and row_bytes % _ALIGNMENT == 0
+            and num_bytes <= MAX_ROWS * row_bytes
+            and partial_TE.data_ptr() % _ALIGNMENT == 0
+            and partial_TE.is_contiguous()
+        )
+
+    def all_reduce(self, partial_TE: Tensor) -> None:
         """Sum in place, on the current stream."""
-        shared = self._buffer[: values.nbytes].view(values.dtype).view(values.shape)
-        # torch could copy in the kernel itself (``one_shot_all_reduce_copy_out``), but there the first
-        # threads of a block signal the other ranks when they have written their own part: no
-        # ``__syncthreads`` waits for the rest of the block in between.
-        shared.copy_(values)
-        self._sum(shared, "sum", self._group_name, values)
+        args = (partial_TE, partial_TE, partial_TE, partial_TE, partial_TE)
+        self._launch(args, residual_stride=0, eps=0.0, has_norm=False)
+
+    def sum_add_rms_norm(
+        self,
+        partial_TE: Tensor,
+        residual_TE: Tensor,
+        weight_E: Tensor,
+        eps: float,
+        sum_TE: Tensor,
+        normed_TE: Tensor,
+    ) -> None:
+        """``add_rms_norm_into`` of the sum, which is rounded first as ``all_reduce`` would. ``partial`` is
+        left as it is."""
+        args = (partial_TE, residual_TE, weight_E, sum_TE, normed_TE)
+        self._launch(args, residual_stride=residual_TE.stride(0), eps=eps, has_norm=True)
+
+    def _launch(
+        self, tensors: tuple[Tensor, ...], *, residual_stride: int, eps: float, has_norm: bool
+    ) -> None:
+        box, partial_TE = self._mailbox, tensors[0]
+        size = partial_TE.shape[-1]
+        args = (*tensors, box.words, box.addresses_R, box.epochs_T, box.released, residual_stride, eps)
+        constants = _constants(size, partial_TE.dtype, box.rank, box.size, has_norm, partial_TE.device)
+        launch(_kernels().sum_ranks_kernel, (partial_TE.numel() // size,), args, constants)
+
+
+def open_mailbox(group: Any, control: Any, torch_device: torch.device) -> Mailbox:
+    """That of this rank of ``group``, whose every member calls this at the same time; ``control`` is a group
+    of the same ranks for the CPU. Nobody may write before all have come back.
+
+    Raises ``RuntimeError`` where the machine or this torch has no symmetric memory, or Triton is missing.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    if not has_fused_kernels(torch_device):
+        raise RuntimeError("no Triton")
+    num_words = Mailbox.num_words(group.size())
+    words = symmetric_memory.empty(num_words, dtype=torch.int64, device=torch_device)
+    words.zero_()
+    torch.cuda.synchronize(torch_device)
+    exchange = ExchangeGroup(group, control)
+    memory = symmetric_memory.rendezvous(words, group=exchange.name)
+    ranks = range(memory.world_size)
+    addresses = [memory.get_buffer(rank, (num_words,), torch.int64).data_ptr() for rank in ranks]
+    if addresses[memory.rank] != words.data_ptr():
+        raise RuntimeError("this torch shows a rank's own memory at another address")
+    return Mailbox.of_words(words, addresses, rank=memory.rank, handles=(memory, exchange))
+
+
+def _copy_on(stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+
+
+@functools.cache
+def _constants(
+    size: int, dtype: torch.dtype, rank: int, num_ranks: int, has_norm: bool, device: torch.device
+) -> Constants:
+    shape = norm_shape(size, dtype)
+    return Constants(
+        **shape,
+        RANK=rank,
+        NUM_RANKS=num_ranks,
+        WORDS=size * dtype.itemsize // _WORD_BYTES,
+        WORDS_PAD=shape["SIZE_PAD"] * dtype.itemsize // _WORD_BYTES,
+        SLOT_WORDS=_SLOT_WORDS,
+        SOURCE_WORDS=MAX_ROWS * _SLOT_WORDS,
+        HAS_NORM=has_norm,
+        **launch_options(device),
+    )
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from gapless.kernels import rank_sum_jit
+
+    return rank_sum_jit
 
 
 def find_one_shot(
@@ -102,11 +213,11 @@ def find_one_shot(
     """A reducer with its ``max_bytes`` measured, or None; and one line about why.
 
     Every rank calls it at the same time and gets the same answer: ``agree`` is true where all are,
-    ``from_first`` is rank 0's number. ``control``: as in ``OneShotReducer``.
+    ``from_first`` is rank 0's number. ``control``: as in ``open_mailbox``.
     """
     reducer, reason = None, ""
     try:
-        reducer = OneShotReducer(group, control, torch_device)
+        reducer = OneShotReducer(open_mailbox(group, control, torch_device))
     except (RuntimeError, ImportError, AttributeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
     if not agree(reducer is not None) or reducer is None:
@@ -114,31 +225,46 @@ def find_one_shot(
     if not agree(_is_right(reducer, group, torch_device)):
         return None, "NCCL only: one-shot sums differ from NCCL's"
     fastest = 0
-    size = 4096
-    while size <= MAX_BYTES:
-        values = torch.zeros(size // 2, dtype=torch.bfloat16, device=torch_device)
-        one_shot_s = _seconds(partial(reducer.all_reduce, values), agree)
-        nccl_s = _seconds(partial(dist.all_reduce, values, group=group), agree)
+    num_rows = 1
+    weight_E = torch.ones(_MEASURED_SIZE, dtype=torch.bfloat16, device=torch_device)
+    while num_rows <= MAX_ROWS:
+        values_TE = torch.zeros(num_rows, _MEASURED_SIZE, dtype=torch.bfloat16, device=torch_device)
+        out = (torch.empty_like(values_TE), torch.empty_like(values_TE))
+        args = (values_TE, torch.zeros_like(values_TE), weight_E, 1e-5, *out)
+        one_shot_s = _seconds(partial(reducer.sum_add_rms_norm, *args), agree)
+        nccl_s = _seconds(partial(_by_nccl, *args, group=group), agree)
         if one_shot_s < nccl_s:
-            fastest = size
-        size *= 2
+            fastest = values_TE.nbytes
+        num_rows *= 2
     reducer.max_bytes = from_first(fastest)
     if not reducer.max_bytes:
         return None, "NCCL only: faster at every size that was measured"
     return reducer, f"one kernel up to {reducer.max_bytes} bytes, NCCL above"
 
 
+def _by_nccl(partial_TE: Tensor, *others: Any, group: Any) -> None:
+    dist.all_reduce(partial_TE, group=group)
+    add_rms_norm_into(partial_TE, *others)
+
+
 def _is_right(reducer: OneShotReducer, group: Any, torch_device: torch.device) -> bool:
-    """Whether sums of a few sizes equal NCCL's, twice in a row (the buffer is used again)."""
+    """Whether sums of a few sizes equal NCCL's, each in both halves of the memory, alone and with a norm."""
     generator = torch.Generator(device=torch_device).manual_seed(dist.get_rank())
+    weight_E = torch.ones(_MEASURED_SIZE, dtype=torch.bfloat16, device=torch_device)
     is_right = True  # to the end in any case: other ranks, to whom all looks well, wait for this one
-    for size in (64, 4096, MAX_BYTES // 4):
-        for _ in range(2):
-            values = torch.randn(size, device=torch_device, generator=generator)
-            wanted, found = values.clone(), values.clone()
+    for num_rows in (1, 3, MAX_ROWS):
+        for _ in range(_NUM_HALVES):
+            shape = (num_rows, _MEASURED_SIZE)
+            # Whole numbers, whose sums are exact in any order.
+            values_TE = torch.randint(-8, 8, shape, device=torch_device, generator=generator).bfloat16()
+            wanted, found, residual_TE = values_TE.clone(), values_TE.clone(), torch.ones_like(values_TE)
             dist.all_reduce(wanted, group=group)
             reducer.all_reduce(found)
-            is_right &= torch.allclose(wanted, found, rtol=1e-5, atol=1e-5)
+            is_right &= torch.equal(wanted, found)
+            one, two = [[torch.empty_like(values_TE) for _ in range(2)] for _ in range(2)]
+            reducer.sum_add_rms_norm(values_TE, residual_TE, weight_E, 1e-5, *one)
+            add_rms_norm_into(wanted, residual_TE, weight_E, 1e-5, *two)
+            is_right &= torch.equal(one[0], two[0]) and torch.allclose(one[1], two[1], rtol=0.02, atol=1e-3)
     return is_right
 
 

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.graphs.context import ForwardContext, use_forward_context
+from gapless.graphs.graphed import Input, graphed
+from gapless.kernels.norm import add_rms_norm_into
 from gapless.models.config import parse_config
 from gapless.models.decoder import Decoder
 from gapless.models.dummy import fill_dummy_weights
 from gapless.parallel import collectives
+from gapless.parallel.collectives import sum_add_rms_norm
 from gapless.parallel.shard import WHOLE, Shard
 from ragged_batches import make_batch
 
@@ -40,6 +43,10 @@ class ThreadGroup:
 
     def all_reduce(self, partial: Tensor) -> None:
         partial.copy_(sum(self._meeting.exchange(self._rank, partial.clone())))
+
+    def sum_add_rms_norm(self, partial: Tensor, *others: Any) -> None:
+        self.all_reduce(partial)
+        add_rms_norm_into(partial, *others)
 
     def gather_columns(self, local: Tensor, num_columns: int) -> Tensor:
         return torch.cat(self._meeting.exchange(self._rank, local.clone()), dim=1)[:, :num_columns]
@@ -109,3 +116,38 @@ def test_two_parts_together_are_the_whole(fused: bool, monkeypatch: pytest.Monke
         for mine, wanted in zip(found, expected, strict=True):
             assert float((mine - wanted).abs().max()) <= 1e-4
         assert torch.equal(found[1], results[0][1]), "logits must be the same bits on all ranks"
+
+
+@pytest.mark.parametrize("strategy", ["full", "tc_piecewise"])
+def test_a_sum_with_its_norm_is_held_by_a_graph_or_cut_out(strategy: Any, monkeypatch) -> None:
+    """What it writes to is made by the graph before it, so that nothing is handed over behind a cut."""
+    sums = []
+
+    class Doubling(ThreadGroup):
+        def __init__(self) -> None: ...
+
+        def all_reduce(self, partial: Tensor) -> None:
+            sums.append(partial.shape[0])
+            partial.mul_(2)
+
+    monkeypatch.setattr(collectives, "_groups", {70: Doubling()})
+    shard, weight_E = Shard(rank=0, size=2, group=70), torch.rand(16) + 0.5
+
+    def forward(hidden_TE: Tensor) -> Tensor:
+        total_TE, normed_TE = hidden_TE, hidden_TE
+        for _ in range(2):
+            partial_TE = normed_TE * 3 + 1
+            total_TE, normed_TE = sum_add_rms_norm(partial_TE, total_TE, weight_E, 1e-5, shard)
+        return total_TE + normed_TE
+
+    split_ops = collectives.ALL_REDUCE_OPS if strategy == "tc_piecewise" else ()
+    inputs = {"hidden_TE": Input(dims={0: "tokens"})}
+    with torch.no_grad():
+        made = graphed(forward, inputs=inputs, strategy=strategy, sizes=[2, 4], split_ops=split_ops)
+        made.capture(torch.randn(3, 16))
+        for num_tokens in (4, 2, 4):
+            hidden_TE = torch.randn(num_tokens, 16)
+            wanted = forward(hidden_TE)
+            sums.clear()
+            assert torch.equal(made(hidden_TE), wanted)
+            assert sums == [num_tokens] * 2

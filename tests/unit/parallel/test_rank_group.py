@@ -18,7 +18,7 @@ from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.parallel import collectives, one_shot
 from gapless.parallel import group as group_module
 from gapless.parallel.group import RankGroup
-from gapless.parallel.one_shot import OneShotReducer, find_one_shot
+from gapless.parallel.one_shot import find_one_shot
 from gapless.parallel.shard import Shard
 
 CPU = torch.device("cpu")
@@ -164,63 +164,67 @@ def test_leaving_a_group_on_gpus_ends_when_a_rank_is_lost(monkeypatch, is_notice
 
 
 def test_small_sums_go_through_one_kernel_where_there_is_one(group):
-    small: list[int] = []
+    small: list[tuple[int, ...]] = []
     group._one_shot = SimpleNamespace(
-        serves=lambda values: values.numel() < 10, all_reduce=lambda values: small.append(values.numel())
+        serves=lambda values: values.numel() < 10,
+        all_reduce=lambda values: small.append((values.numel(),)),
+        sum_add_rms_norm=lambda values, *others: small.append((values.numel(), len(others))),
     )
     group.all_reduce(torch.ones(4))
     group.all_reduce(torch.ones(40))
-    assert small == [4]
+    group.sum_add_rms_norm(torch.ones(1, 4), *([torch.ones(1, 4)] * 5))
+    assert small == [(4,), (4, 5)]
 
 
-@pytest.mark.parametrize(
-    ("values", "is_served"),
-    [
-        (torch.ones(64), True),
-        (torch.ones(64, dtype=torch.bfloat16), True),
-        (torch.ones(64, dtype=torch.float16), False),
-        (torch.ones(257), False),
-        (torch.ones(3), False),
-        (torch.ones(0), False),
-        (torch.ones(8, 16)[:, :8], False),
-    ],
-    ids=["float32", "bfloat16", "another dtype", "too large", "unaligned", "empty", "strided"],
-)
-def test_what_one_kernel_can_sum(values, is_served):
-    reducer = object.__new__(OneShotReducer)
-    reducer.max_bytes = 1024
-    assert reducer.serves(values) is is_served
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_ranks_apart_compile_the_one_kernel_and_never_run_it(group, monkeypatch, is_compiling):
+    asked: list[int] = []
+    group._one_shot = SimpleNamespace(serves=lambda values: True, all_reduce=lambda v: asked.append(1))
+    monkeypatch.setattr(group, "_tensors", None)
+    monkeypatch.setattr(group_module, "is_compiling_ahead", lambda: is_compiling)
+    with group.apart():
+        group.all_reduce(torch.ones(4))
+    assert len(asked) == is_compiling
 
 
-def test_values_are_all_in_shared_memory_before_the_kernel_of_the_sum():
-    reducer = object.__new__(OneShotReducer)
-    reducer._buffer, reducer._group_name = torch.zeros(256, dtype=torch.uint8), "ranks"
+def test_large_sums_are_followed_by_the_norm(group, monkeypatch):
+    normed: list[Any] = []
+    monkeypatch.setattr(group_module, "add_rms_norm_into", lambda *args: normed.append(args))
+    group._one_shot = SimpleNamespace(serves=lambda values: False)
+    args = (torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-5, torch.ones(2, 4), torch.ones(2, 4))
+    group.sum_add_rms_norm(*args)
+    assert [tuple(map(id, found)) for found in normed] == [tuple(map(id, args))]
 
-    def add(shared: torch.Tensor, operation: str, group_name: str, out: torch.Tensor) -> None:
-        assert (operation, group_name) == ("sum", "ranks")
-        assert shared.data_ptr() == reducer._buffer.data_ptr()
-        assert torch.equal(shared, out)
-        out.add_(shared)
 
-    reducer._sum = add
-    values = torch.arange(8.0).view(2, 4)
-    reducer.all_reduce(values)
-    assert torch.equal(values, 2 * torch.arange(8.0).view(2, 4))
+@pytest.mark.parametrize("is_break", [False, True])
+def test_a_sum_with_its_norm_is_one_operator(group, monkeypatch, is_break):
+    """Of whatever strategy; and what it gives are new tensors."""
+    group.breaks = is_break
+
+    def fake(partial, residual, weight, eps, total, normed):
+        total.copy_(partial + residual)
+        normed.copy_(weight * eps)
+
+    monkeypatch.setattr(group, "sum_add_rms_norm", fake)
+    args = (torch.ones(2, 4), torch.ones(2, 4), torch.arange(4.0), 2.0)
+    total, normed = collectives.sum_add_rms_norm(*args, member(group))
+    assert total.tolist() == [[2.0] * 4] * 2
+    assert normed.tolist() == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
 class FakeReducer:
     def __init__(self, *_: Any) -> None:
         self.max_bytes = 0
-        self.all_reduce = None
+        self.sum_add_rms_norm = None
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any) -> tuple[Any, str]:
-    monkeypatch.setattr(one_shot, "OneShotReducer", others.pop("reducer", FakeReducer))
+    monkeypatch.setattr(one_shot, "open_mailbox", others.pop("mailbox", lambda *_: None))
+    monkeypatch.setattr(one_shot, "OneShotReducer", FakeReducer)
     monkeypatch.setattr(one_shot, "_is_right", lambda *_: others.pop("is_right", True))
 
     def seconds(call: Any, agree: Any) -> float:
-        (values,) = call.args
-        is_ours = call.func is None
+        values, is_ours = call.args[0], call.func is None
         return 1.0 if is_ours == (values.nbytes <= faster_up_to) else 2.0
 
     monkeypatch.setattr(one_shot, "_seconds", seconds)
@@ -230,7 +234,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any)
     return find_one_shot(None, None, CPU, agree=agree, from_first=from_first)
 
 
-@pytest.mark.parametrize("limit", [4096, 65536, one_shot.MAX_BYTES])
+@pytest.mark.parametrize("limit", [8192, 65536, one_shot.MAX_BYTES])
 def test_the_largest_message_that_was_faster_is_the_limit(monkeypatch, limit):
     reducer, why = choose(monkeypatch, faster_up_to=limit)
     assert reducer.max_bytes == limit
@@ -238,8 +242,8 @@ def test_the_largest_message_that_was_faster_is_the_limit(monkeypatch, limit):
 
 
 def test_the_first_rank_decides_for_all(monkeypatch):
-    reducer, _ = choose(monkeypatch, faster_up_to=4096, from_first=lambda value: 8192)
-    assert reducer.max_bytes == 8192
+    reducer, _ = choose(monkeypatch, faster_up_to=8192, from_first=lambda value: 16384)
+    assert reducer.max_bytes == 16384
 
 
 def _missing(*_: Any) -> Any:
@@ -249,7 +253,7 @@ def _missing(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ({"reducer": _missing}, "NCCL only: no symmetric memory (no fabric)"),
+        ({"mailbox": _missing}, "NCCL only: no symmetric memory (no fabric)"),
         ({"agree": lambda is_well: False}, "NCCL only: no symmetric memory (on another rank)"),
         ({"is_right": False}, "NCCL only: one-shot sums differ from NCCL's"),
         ({"from_first": lambda value: 0}, "NCCL only: faster at every size that was measured"),
@@ -257,4 +261,4 @@ def _missing(*_: Any) -> Any:
     ids=["not here", "not there", "wrong", "slower"],
 )
 def test_why_there_is_no_one_kernel(monkeypatch, others, why):
-    assert choose(monkeypatch, faster_up_to=4096, **others) == (None, why)
+    assert choose(monkeypatch, faster_up_to=8192, **others) == (None, why)

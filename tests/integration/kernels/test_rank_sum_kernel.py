@@ -1,0 +1,180 @@
+"""The kernel that sums over ranks, interpreted: ranks are processes, which really wait for one another in
+memory that they share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gapless.kernels.norm import fused_add_rms_norm
+from gapless.parallel import one_shot
+from gapless.parallel.one_shot import Mailbox, OneShotReducer
+from kernel_oracles import DTYPES, assert_close_to
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with two GPUs tests/gpu covers the compiled kernel"
+)
+
+EPS = 1e-5
+NUM_ROUNDS = 24
+Work = Callable[[OneShotReducer, int], Any]
+
+
+def run_ranks(num_ranks: int, work: Work, folder: Path, *, gone: Sequence[int] = ()) -> list[Any]:
+    """What ``work(reducer, rank)`` gave on each rank; ranks that are ``gone`` never call anything."""
+    words = [torch.zeros(Mailbox.num_words(num_ranks), dtype=torch.int64) for _ in range(num_ranks)]
+    for one in words:
+        one.share_memory_()  # at the same address in each process that is forked now
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        box = Mailbox.of_words(words[rank], [one.data_ptr() for one in words], rank=rank)
+        torch.save(work(OneShotReducer(box), rank), folder / f"{rank}.pt")
+
+    context = multiprocessing.get_context("fork")
+    present = [rank for rank in range(num_ranks) if rank not in gone]
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in present]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 100
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    stuck = [process for process in processes if process.exitcode is None]
+    for process in stuck:
+        process.kill()
+    assert not stuck, "ranks wait for ever"
+    assert [process.exitcode for process in processes] == [0] * len(present)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in present]
+
+
+def shapes(seed: int) -> list[tuple[int, int, bool]]:
+    """``(rows, size, with norm)`` of each round: the same on all ranks, and always another."""
+    draw = random.Random(seed)
+    sizes = (16, 24, 96, 64)
+    return [(draw.choice((1, 2, 3, 5)), draw.choice(sizes), draw.random() < 0.6) for _ in range(NUM_ROUNDS)]
+
+
+def values_of(rank: int, number: int, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return (torch.randn(num_rows, size, generator=generator) * 3).to(dtype)
+
+
+def residual_and_weight(number: int, num_rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same on all ranks. Rows of the residual lie apart."""
+    wide = values_of(100, number, num_rows, 2 * size, dtype)
+    return wide[:, :size], values_of(101, number, 1, size, dtype)[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, dtype) for dtype in DTYPES] + [(3, torch.bfloat16)])
+def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere(
+    num_ranks: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    rounds = shapes(num_ranks)
+
+    def work(reducer: OneShotReducer, rank: int) -> list[Tensor]:
+        found = []
+        for number, (num_rows, size, has_norm) in enumerate(rounds):
+            if rank == number % 5:
+                time.sleep(0.02)  # late, and so the others are ahead
+            values = values_of(rank, number, num_rows, size, dtype)
+            assert reducer.serves(values)
+            if not has_norm:
+                reducer.all_reduce(values)
+                found.append(values)
+                continue
+            residual, weight = residual_and_weight(number, num_rows, size, dtype)
+            before = values.clone()
+            out = [torch.full((num_rows, size), float("nan"), dtype=dtype) for _ in range(2)]
+            reducer.sum_add_rms_norm(values, residual, weight, EPS, out[0], out[1])
+            assert torch.equal(values, before)
+            found += out
+        return found
+
+    results = run_ranks(num_ranks, work, tmp_path)
+    for other in results[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(other, results[0], strict=True))
+    found = iter(results[0])
+    for number, (num_rows, size, has_norm) in enumerate(rounds):
+        parts = [values_of(rank, number, num_rows, size, dtype) for rank in range(num_ranks)]
+        in_order = parts[0].float()
+        for part in parts[1:]:
+            in_order = in_order + part.float()
+        total = in_order.to(dtype)
+        assert_close_to(total, sum(part.double() for part in parts).to(dtype))
+        if has_norm:
+            residual, weight = residual_and_weight(number, num_rows, size, dtype)
+            wanted = fused_add_rms_norm(total, residual, weight, EPS)
+            assert torch.equal(next(found), wanted[0]), "the residual stream is that of two kernels"
+            assert_close_to(next(found), wanted[1])
+        else:
+            assert torch.equal(next(found), total)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_after_the_release(tmp_path: Path) -> None:
+    def work(reducer: OneShotReducer, rank: int) -> bool:
+        reducer.release_waiting()
+        for _ in range(3):
+            reducer.all_reduce(torch.ones(2, 16))
+        return True
+
+    assert run_ranks(2, work, tmp_path, gone=[1]) == [True]
+
+
+def test_each_program_counts_its_own_calls(tmp_path: Path) -> None:
+    """A program that has no row in a call must not count it; nor may the halves depend on other programs."""
+
+    def work(reducer: OneShotReducer, rank: int) -> Tensor:
+        for num_rows in (1, 3, 1, 2):
+            reducer.all_reduce(torch.ones(num_rows, 16))
+        return reducer._mailbox.epochs_T[:4].clone()
+
+    for counted in run_ranks(2, work, tmp_path):
+        assert counted.tolist() == [4, 2, 1, 0]
+
+
+def test_epochs_may_run_over(tmp_path: Path) -> None:
+    def work(reducer: OneShotReducer, rank: int) -> list[float]:
+        reducer._mailbox.epochs_T.fill_(2**31 - 3)
+        found = []
+        for number in range(6):
+            values = torch.full((1, 16), float(number + rank))
+            reducer.all_reduce(values)
+            found.append(values.mean().item())
+        return found
+
+    assert run_ranks(2, work, tmp_path) == [[1.0, 3.0, 5.0, 7.0, 9.0, 11.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "is_served"),
+    [
+        (torch.ones(2, 64), True),
+        (torch.ones(64, dtype=torch.bfloat16), True),
+        (torch.ones(64, dtype=torch.float16), True),
+        (torch.ones(64, dtype=torch.float64), False),
+        (torch.ones(2, 129), False),
+        (torch.ones(3), False),
+        (torch.ones(0, 64), False),
+        (torch.ones(8, 16)[:, :8], False),
+        (torch.ones(68)[1:65], False),
+        (torch.ones(1, one_shot.MAX_ROW_BYTES // 4 + 4), False),
+        (torch.ones(one_shot.MAX_ROWS, 4), True),
+        (torch.ones(one_shot.MAX_ROWS + 1, 4), False),
+    ],
+    ids=["float32", "bfloat16", "float16", "another dtype", "too large", "odd row", "empty", "strided",
+         "unaligned", "long row", "all rows", "too many rows"],
+)  # fmt: skip
+def test_what_one_kernel_can_sum(values: Tensor, is_served: bool) -> None:
+    reducer = object.__new__(OneShotReducer)
+    reducer.max_bytes = 1024 if values.shape != (1, one_shot.MAX_ROW_BYTES // 4 + 4) else one_shot.MAX_BYTES
+    if values.ndim == 2 and values.shape[0] >= one_shot.MAX_ROWS:
+        reducer.max_bytes = one_shot.MAX_BYTES
+    assert reducer.serves(values) is is_served
