@@ -1,10 +1,11 @@
 """Latency of vision towers: encoder graphs against Transformers' own eager forward, with dummy weights.
 
 For one image of each size: Transformers (its default attention), our eager forward, budget graphs and exact
-graphs, from patches on the host to rows on the device; and what a hit in the exact cache costs over the
-replay of its graph alone. Then 8 images in one call against 8 calls, and against 8 of Transformers: of 112
-pixels, where a replay waits for launches and weights, and of 224, where large towers are bound by arithmetic.
-And what budgets cost at start-up.
+graphs, from patches on the host to rows on the device. Ours are pixels, as the engine's processor makes them,
+those of Transformers float32 values, as its own does. And what a hit in the exact cache costs over the replay
+of its graph alone: of pixels, of such values, and of values that are on the device already. Then 8 images in
+one call against 8 calls, and against 8 of Transformers: of 112 pixels, where a replay waits for launches and
+weights, and of 224, where large towers are bound by arithmetic. And what budgets cost at start-up, by stage.
 
     python benchmarks/vision_encoder.py --output benchmarks/results/vision_encoder.json
     python benchmarks/vision_encoder.py --tiny      # small towers on a CPU: only proves that it runs
@@ -22,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,11 @@ from gapless.bench.meta import describe_run
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice
-from gapless.graphs.device.upload import HostRows
+from gapless.graphs.device.upload import RawRows
 from gapless.graphs.encoder import EncoderMode, EncoderOptions, EncoderRunner
 from gapless.graphs.encoder_exact import ExactGraphs
 from gapless.graphs.encoder_graphs import owned_rows
+from gapless.graphs.encoder_packed import BudgetGraphs
 from gapless.graphs.modes import Phase, RuntimeMode
 from gapless.graphs.store import GraphKey
 from gapless.models.vision.tower import VisionTower, make_tower
@@ -144,8 +147,10 @@ def measure_tower(
     sizes = found["images"] = {}
     for side, item in images.items():
         row: dict[str, Any] = {"patches": item.num_patches}
+        values = as_values(item)
         for way, run in ways.items():
-            row[way] = timed(lambda run=run, item=item: run(item), device, arguments.repeats)
+            own = values if way == "transformers" else item
+            row[way] = timed(lambda run=run, item=own: run(item), device, arguments.repeats)
         base = row["transformers"]["ms"]
         row["speedup"] = {way: round(base / row[way]["ms"], 2) for way in ("eager", "budget", "exact")}
         row["exact_over_graph"] = hit_cost(exact, item, device, arguments.repeats)
@@ -173,12 +178,16 @@ def measure_packed(
 ) -> dict[str, Any]:
     """Images of one size in one call, one by one, and one by one by Transformers."""
     images = [image_of(tower, side, seed=seed) for seed in range(NUM_PACKED)]
+    values = [as_values(item) for item in images]
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "together": (lambda: budget.run(images), repeats),
         "apart": (lambda: [budget.run([item]) for item in images], repeats),
-        "transformers": (lambda: [run_transformers(tower, item) for item in images], -(-repeats // 6)),
+        "transformers": (lambda: [run_transformers(tower, item) for item in values], -(-repeats // 6)),
     }
     row: dict[str, Any] = {"images": NUM_PACKED, "patches": images[0].num_patches}
+    assert isinstance(budget.graphs, BudgetGraphs)
+    packs = budget.graphs.plan([tower.sizes_of(item) for item in images])
+    row["packs"] = [[pack.num_items, budget.graphs.budgets[pack.budget or 0].tokens] for pack in packs]
     for way, (run, times) in ways.items():
         row[way] = timed(run, device, times)
     base = row["together"]["ms"]
@@ -211,6 +220,7 @@ def start(
     )
     return runner, {
         "seconds": round(seconds, 3),
+        "stages_s": report["encoder"].get("start_up_s", {}),
         "capture_s": memory["capture_s"],
         "pool_bytes": memory["pool_bytes"],
         "driver_bytes": memory["driver_bytes"],
@@ -228,7 +238,7 @@ def run_transformers(tower: VisionTower, item: MediaItem) -> object:
     ours, module.config._attn_implementation = module.config._attn_implementation, "sdpa"
     try:
         with torch.no_grad():
-            patches = torch.from_numpy(item.patches_PC).to(tower.device, tower.dtype)
+            patches = torch.from_numpy(item.values_PC()).to(tower.device, tower.dtype)
             return module(patches, grid_thw=torch.tensor([item.grid_thw], device=tower.device))
     finally:
         module.config._attn_implementation = ours
@@ -237,8 +247,8 @@ def run_transformers(tower: VisionTower, item: MediaItem) -> object:
 def hit_cost(
     exact: EncoderRunner[MediaItem], item: MediaItem, device: GraphDevice, repeats: int
 ) -> dict[str, Any]:
-    """A hit, copies in and out included, over the replay of the same graph alone: with patches on the host,
-    and with patches that are on the device already."""
+    """A hit, copies in and out included, over the replay of the same graph alone: with pixels or values on
+    the host, and with values that are on the device already."""
     exact.run([item])
     graphs, adapter = exact.graphs, exact.adapter
     assert isinstance(graphs, ExactGraphs)
@@ -248,9 +258,11 @@ def hit_cost(
     assert entry is not None
     alone = timed(entry.program.replay, device, repeats)
     hit = timed(lambda: exact.run([item]), device, repeats)
+    floats = as_values(item)
+    hit_of_values = timed(lambda: exact.run([floats]), device, repeats)
     values = dict(adapter.prepare([item]))
     rows = values["patches"]
-    assert isinstance(rows, HostRows)
+    assert isinstance(rows, RawRows)
     values["patches"] = rows.to(device=device.torch_device, dtype=adapter.fields[0].dtype)
     sizes = adapter.sizes_of(item)
 
@@ -263,6 +275,7 @@ def hit_cost(
         "nodes": entry.row.num_nodes,
         "graph_alone": alone,
         "ratio": round(hit["ms"] / alone["ms"], 3),
+        "ratio_values": round(hit_of_values["ms"] / alone["ms"], 3),
         "ratio_patches_on_device": round(resident["ms"] / alone["ms"], 3),
     }
 
@@ -292,16 +305,12 @@ def image_of(tower: VisionTower, side: int, *, seed: int = 0) -> MediaItem:
     """A square image as the model's processor would cut it: whole merged units, to the nearest."""
     unit = tower.config.patch_size * MERGE
     patches = max(round(side / unit), 1) * MERGE
-    shape = (patches * patches, tower.patch_values)
-    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    merged = patches * patches // tower.granule
-    return MediaItem(
-        kind="image",
-        patches_PC=values,
-        grid_thw=(1, patches, patches),
-        content_hash=bytes([seed]),
-        ranges=((0, merged),),
-    )
+    return tower.blank((1, patches, patches), pixels=np.random.default_rng(seed))
+
+
+def as_values(item: MediaItem) -> MediaItem:
+    """The same as float32, normalised by the processor."""
+    return replace(item, patches_PC=item.values_PC(), normalisation=None)
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

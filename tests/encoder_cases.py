@@ -62,7 +62,10 @@ def fill(tower: VisionTower) -> None:
         parameter.data.copy_(values)
 
 
-def media(tower: VisionTower, grid: Grid, *, seed: int = 0) -> MediaItem:
+def media(tower: VisionTower, grid: Grid, *, seed: int = 0, is_pixels: bool = False) -> MediaItem:
+    """Random values, or as a processor makes it."""
+    if is_pixels:
+        return tower.blank(grid, pixels=np.random.default_rng((seed, *grid)))
     frames, height, width = grid
     count, merged = frames * height * width, frames * height * width // tower.granule
     values = np.random.default_rng((seed, *grid)).standard_normal((count, tower.patch_values), np.float32)
@@ -84,7 +87,7 @@ def runner_of(tower: VisionTower, mode: str, *, device: GraphDevice, **options: 
 def of_transformers(tower: VisionTower, item: MediaItem) -> tuple[Tensor, ...]:
     """What Transformers' own forward makes of one item, boundaries and all: ``[U, E]`` and ``[U, L, E]``."""
     module: Any = tower.module
-    patches = torch.from_numpy(item.patches_PC).to(tower.device)
+    patches = torch.from_numpy(item.values_PC()).to(tower.device)
     with torch.no_grad(), _own_attention(module):
         out = module(patches, grid_thw=torch.tensor([item.grid_thw], device=tower.device))
     features = getattr(out, "deepstack_features", None)
@@ -105,14 +108,18 @@ def assert_close(got: Sequence[tuple[Tensor, ...]], expected: Sequence[tuple[Ten
 
 
 def check_random_sets(runner: EncoderRunner, *, count: int, seed: int, most: int = 5) -> int:
-    """Random sets of up to ``most`` images, in exact mode bit-equal to eager, in budgets to padded eager (and
-    close to each image alone). Returns how many images there were."""
+    """Random sets of up to ``most`` images, some of them pixels, in exact mode bit-equal to eager, in
+    budgets to padded eager (and close to each image alone). Returns how many images there were."""
     tower = runner.adapter
     random = np.random.default_rng(seed)
     num_items = 0
     for number in range(count):
         chosen = [GRIDS[i] for i in random.integers(0, len(GRIDS), random.integers(1, most + 1))]
-        items = [media(tower, grid, seed=int(random.integers(1 << 30))) for grid in chosen]
+        share = random.integers(0, 3) / 2  # all values, both, all pixels
+        items = [
+            media(tower, grid, seed=int(random.integers(1 << 30)), is_pixels=random.random() < share)
+            for grid in chosen
+        ]
         got = runner.run(items)
         if runner.mode is EncoderMode.EXACT:
             assert_equal(got, runner.eager(items))

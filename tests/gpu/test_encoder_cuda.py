@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,30 @@ def test_half_precision_graphs_equal_their_oracle(model_type, attention, dtype, 
         items = [media(tower, grid) for grid in GRIDS]
         assert_equal(runner.run(items), runner.padded_eager(items))
         runner.release()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_graphs_make_the_same_of_pixels_and_of_their_values(model_type, mode, dtype, cuda) -> None:
+    runner = runner_of(tiny_tower(model_type, device=cuda, dtype=dtype), mode, device=cuda)
+    pixels = [media(runner.adapter, grid, is_pixels=True) for grid in GRIDS]
+    values = [replace(item, patches_PC=item.values_PC(), normalisation=None) for item in pixels]
+    expected = runner.run(values)
+    assert_equal(runner.run(pixels), expected)
+    assert_equal(runner.run([*values[:3], *pixels[3:]]), expected)
+    assert_equal(runner.padded_eager(pixels), expected)
+    assert runner._memory is not None
+    runner._memory.inputs.poison = True
+    assert_equal(runner.run(pixels), expected)
+
+
+def test_nothing_is_compiled_for_pixels_after_the_start(cuda, monkeypatch) -> None:
+    from triton.runtime.jit import JITFunction
+
+    runner = runner_of(tiny_tower("qwen3_vl", device=cuda), "budget", device=cuda)
+    monkeypatch.setattr(JITFunction, "_do_compile", None)
+    runner.run([media(runner.adapter, grid, is_pixels=True) for grid in ((1, 4, 4), (3, 2, 4))])
 
 
 @pytest.mark.parametrize("mode", ["budget", "exact"])

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.graphs.device.upload import HostRows, UploadRing
+from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
 from gapless.kernels.layer_norm import fused_add_layer_norm
 from gapless.kernels.media import embed_media, fused_add_media_rms_norm
 from gapless.kernels.mrope import axis_rows
+from gapless.kernels.pixels import write_values
 from gapless.models.mrope import AxisAngles
 from gapless.models.rope import RopeConfig
+from gapless.models.vision.pixels import patch_rows
+from gapless.multimodal.items import MediaItem, Normalisation
 from kernel_oracles import DTYPES, assert_close_to, norm_oracle
 
 pytestmark = pytest.mark.gpu
@@ -91,3 +94,58 @@ def test_pixels_that_are_sent_while_the_device_is_busy_arrive_one_after_the_othe
         seen.append(target.clone())
     for batch, rows in zip(batches, seen, strict=True):
         assert torch.equal(rows.cpu(), torch.from_numpy(batch).bfloat16())
+
+
+def pixels_item(num_patches: int, size: int, num_repeats: int, *, seed: int) -> MediaItem:
+    """Every byte of every channel is among the pixels, where there is room."""
+    shape = (num_patches, 3, size)
+    random = np.random.default_rng(seed).permutation(np.arange(np.prod(shape)) % 256).astype(np.uint8)
+    return MediaItem(
+        kind="image",
+        patches_PC=random.reshape(num_patches, -1),
+        grid_thw=(1, 1, num_patches),
+        content_hash=b"",
+        ranges=((0, 1),),
+        normalisation=Normalisation(
+            rescale_factor=1 / 255,
+            mean=(0.48145466, 0.4578275, 0.40821073),
+            std=(0.26862954, 0.26130258, 0.27577711),
+            num_repeats=num_repeats,
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [196, 256, 392, 512, 7])
+def test_pixels_become_the_bits_that_the_host_would_have_uploaded(size: int, dtype: torch.dtype) -> None:
+    for num_patches, num_repeats in ((1, 1), (333, 2), (1024, 1)):
+        item = pixels_item(num_patches, size, num_repeats, seed=size)
+        made = patch_rows([item]).to(device=DEVICE, dtype=dtype)
+        expected = torch.from_numpy(item.values_PC()).to(dtype)
+        assert torch.equal(made.cpu().view(torch.uint8), expected.view(torch.uint8))
+        plain = torch.empty_like(made)
+        assert item.normalisation is not None
+        table = torch.from_numpy(item.normalisation.table()).to(dtype).to(DEVICE)
+        raw = torch.from_numpy(item.patches_PC).to(DEVICE)
+        write_values(raw, table, num_repeats, plain, is_fused=False)
+        assert torch.equal(plain, made)
+
+
+def test_bytes_that_are_sent_while_the_device_is_busy_become_values_one_after_the_other() -> None:
+    """The bytes of all sends are in one place on the device."""
+    target = torch.zeros(64, 1536, dtype=torch.bfloat16, device=DEVICE)
+    ring, seen, expected = UploadRing(target), [], []
+    batches = [[pixels_item(20, 256, 2, seed=n), pixels_item(44, 512, 1, seed=n + 9)] for n in range(6)]
+    ring.send(patch_rows(batches[0]))  # compiles, and copies the table
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    for items in batches:
+        rows = patch_rows(items)
+        assert isinstance(rows, RawRows)
+        expected.append(torch.from_numpy(np.concatenate([item.values_PC() for item in items])).bfloat16())
+        ring.send(rows)
+        for item in items:
+            item.patches_PC[:] = 0
+        seen.append(target.clone())
+    for values, rows in zip(expected, seen, strict=True):
+        assert torch.equal(rows.cpu(), values)

@@ -108,7 +108,7 @@ def transformers_tokens(family: str, prompt: MediaPrompt) -> list[int]:
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         items = [item for item in prompt.items if item.kind == kind]
         if items:
-            inputs[pixels] = torch.from_numpy(np.concatenate([item.patches_PC for item in items]))
+            inputs[pixels] = torch.from_numpy(np.concatenate([item.values_PC() for item in items]))
             inputs[f"{kind}_grid_thw"] = torch.tensor([item.grid_thw for item in items])
     if family == "qwen2_5_vl" and "video_grid_thw" in inputs:
         inputs["second_per_grid_ts"] = [2 / 24] * len(inputs["video_grid_thw"])  # frames of no known rate
@@ -180,7 +180,7 @@ def test_logits_are_those_of_transformers(llm: LLM) -> None:
         logits = vl_model("qwen3_vl")(
             input_ids=(ids := torch.tensor([made.token_ids])),
             mm_token_type_ids=(ids == IMAGE_ID).int(),
-            pixel_values=torch.from_numpy(np.concatenate([item.patches_PC for item in items])),
+            pixel_values=torch.from_numpy(np.concatenate([item.values_PC() for item in items])),
             image_grid_thw=torch.tensor([item.grid_thw for item in items]),
         ).logits[0, -1]
     expected = torch.log_softmax(logits, -1)

@@ -156,7 +156,7 @@ def _reference(family: str, prompt: MediaPrompt, *, extra: list[int] | None = No
     ):
         items = [item for item in prompt.items if item.kind == kind]
         if items:
-            inputs[pixels] = torch.from_numpy(np.concatenate([item.patches_PC for item in items]))
+            inputs[pixels] = torch.from_numpy(np.concatenate([item.values_PC() for item in items]))
             inputs[grid] = torch.tensor([item.grid_thw for item in items])
     if family == "qwen2_5_vl" and "video_grid_thw" in inputs:
         inputs["second_per_grid_ts"] = [2 / 24] * len(inputs["video_grid_thw"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from gapless.config import EngineConfig
@@ -102,11 +101,4 @@ def largest_item(config: EngineConfig, loaded: LoadedModel) -> MediaItem:
         most_patches = min(most_patches, max(per_image, per_video))
     most_patches = max(most_patches, encoder_options(config).max_tokens)
     side = max(1, math.isqrt(most_patches // tower.granule))
-    grid = (1, side * tower.merge_size, side * tower.merge_size)
-    return MediaItem(
-        kind="image",
-        patches_PC=np.zeros((math.prod(grid), tower.patch_values), dtype=np.float32),
-        grid_thw=grid,
-        content_hash=b"",
-        ranges=((0, side * side),),
-    )
+    return tower.blank((1, side * tower.merge_size, side * tower.merge_size))

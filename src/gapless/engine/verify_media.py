@@ -102,16 +102,7 @@ def _random_items(tower: VisionTower, size: int, generator: np.random.Generator)
     """Two wide images and a third on top that together nearly fill ``size`` patches."""
     units = size // tower.granule
     parts = [n for n in (units // 2, units // 3, max(1, units // 8)) if n]
-    return [
-        MediaItem(
-            kind="image",
-            patches_PC=generator.standard_normal((n * tower.granule, tower.patch_values), dtype=np.float32),
-            grid_thw=(1, tower.merge_size, n * tower.merge_size),
-            content_hash=b"",
-            ranges=((0, n),),
-        )
-        for n in parts
-    ]
+    return [tower.blank((1, tower.merge_size, n * tower.merge_size), pixels=generator) for n in parts]
 
 
 def _fill_stale(media: MediaBuffers, value: float) -> None:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from gapless.errors import GraphError
 from gapless.graphs.device.pinned import PinnedSlot
-from gapless.graphs.device.upload import HostRows, UploadRing
+from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
 
 _ALIGNMENT = 256
 """Bytes; keeps every view aligned for vectorised loads."""
 _RING_SLOTS = 4
 
-Value = np.ndarray | Tensor | HostRows
+Value = np.ndarray | Tensor | HostRows | RawRows
 
 _NUMPY_DTYPES = {
     torch.int32: np.int32,
@@ -47,7 +47,8 @@ class InputField:
     ``dims``: an ``int``, a symbol, ``"symbol+k"`` or ``"m*symbol+k"`` per dimension. ``pad`` fills whatever
     the batch does not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` holds other
     legal pad values that verification uses to prove that pad rows cannot influence real ones. ``on_device``
-    inputs are tensors copied on the device, or ``HostRows`` where the input is also ``from_host``.
+    inputs are tensors copied on the device, or ``HostRows`` or ``RawRows`` where the input is also
+    ``from_host``.
     ``by_column`` is for a table that is much wider than most batches
     need: it is stored column by column, and only columns with values are staged (the others hold the pad, 0).
     """
@@ -124,7 +125,8 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.nbytes + sum(t.nbytes for t in self._device_buffers.values())
+        buffers = sum(t.nbytes for t in self._device_buffers.values())
+        return self._packed.nbytes + buffers + sum(upload.num_bytes for upload in self._uploads.values())
 
     def views(self, sizes: Mapping[str, int]) -> InputViews:
         """The views for one bucket, made at the first call. Raises ``GraphError`` above the capacity."""
@@ -176,7 +178,7 @@ class StaticInputs:
         self._check(views, values, self._device_fields, self.device_names)
         for field in self._device_fields:
             value = values[field.name]
-            if isinstance(value, HostRows) and field.from_host:
+            if isinstance(value, (HostRows, RawRows)) and field.from_host:
                 self._fill_from_host(field, views.tensors[field.name], value)
                 continue
             assert isinstance(value, Tensor), f"on-device input {field.name!r} takes a tensor"
@@ -278,7 +280,7 @@ class StaticInputs:
             host[end:before] = 0
         return max(end, before)
 
-    def _fill_from_host(self, field: InputField, target: Tensor, rows: HostRows) -> None:
+    def _fill_from_host(self, field: InputField, target: Tensor, rows: HostRows | RawRows) -> None:
         """Rows of the full width; padding behind them."""
         pad, num_rows = self._pad_value(field), rows.shape[0]
         if rows.shape[1:] != target.shape[1:] or isinstance(pad, str):

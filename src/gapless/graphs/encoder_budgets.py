@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from gapless.errors import ConfigError
@@ -102,21 +103,28 @@ def plan_packs(items: Sequence[Sizes], budgets: Sequence[Budget]) -> list[Pack]:
     eagerly whatever the others do. Fewer items never cost more, so of all packs that end at an item and share
     a budget the longest is the best, and the time grows with the number of items, not with its square.
     """
-    longest = [_Longest(items, budget.sizes) for budget in budgets]
+    names = items[0] if items else ()
+    counts = {name: list(accumulate((item[name] for item in items), initial=0)) for name in names}
+    longest = [_Longest(counts, budget.sizes) for budget in budgets]
     # best[i]: cost, number of runs and last pack of the cheapest way to run the first i items.
     best: list[tuple[float, int, Pack | None]] = [(0.0, 0, None)]
     for end in range(1, len(items) + 1):
-        found: tuple[float, int, Pack | None] | None = None
-        for index, window in enumerate(longest):
-            first = window.first_of_pack(end)
+        found: tuple[float, int, int, int] | None = None
+        for index, budget in enumerate(budgets):
+            if found is not None and budget.cost > found[0]:
+                continue  # alone it costs more than all that was found; nearly always so
+            first = longest[index].first_of_pack(end)
             if first == end:
                 continue
-            cost, num_runs = best[first][0] + budgets[index].cost, best[first][1] + 1
-            if found is None or (cost, num_runs) < found[:2]:
-                found = cost, num_runs, Pack(first, end - first, index)
+            before, num_runs, _ = best[first]
+            cost = before + budget.cost
+            if found is None or (cost, num_runs + 1) < found[:2]:
+                found = cost, num_runs + 1, first, index
         if found is None:
-            found = best[end - 1][0], best[end - 1][1] + 1, Pack(end - 1, 1, None)
-        best.append(found)
+            best.append((best[end - 1][0], best[end - 1][1] + 1, Pack(end - 1, 1, None)))
+        else:
+            cost, num_runs, first, index = found
+            best.append((cost, num_runs, Pack(first, end - first, index)))
     packs: list[Pack] = []
     end = len(items)
     while end:
@@ -146,23 +154,20 @@ def greedy_packs(items: Sequence[Sizes], limits: Sizes) -> list[Pack]:
 class _Longest:
     """The longest pack within ``limits`` that ends at each item, asked for in ascending order."""
 
-    def __init__(self, items: Sequence[Sizes], limits: Sizes) -> None:
-        self._items, self._limits = items, limits
-        self._first = self._end = 0
-        self._counts = dict.fromkeys(limits, 0)
+    def __init__(self, counts: Mapping[str, Sequence[int]], limits: Sizes) -> None:
+        """``counts``: by name, those of the first ``i`` items together."""
+        self._bounded = [(sums, limits[name]) for name, sums in counts.items()]
+        self._first = 0
 
     def first_of_pack(self, end: int) -> int:
         """Where the pack before ``end`` begins; ``end`` when not even the last item fits."""
-        items, counts = self._items, self._counts
-        while self._end < end:
-            for name, count in items[self._end].items():
-                counts[name] += count
-            self._end += 1
-        while self._first < end and not fits(counts, self._limits):
-            for name, count in items[self._first].items():
-                counts[name] -= count
-            self._first += 1
-        return self._first
+        first = self._first
+        for sums, limit in self._bounded:
+            lowest = sums[end] - limit
+            while sums[first] < lowest:  # it ends at ``end`` at the latest, for no limit is negative
+                first += 1
+        self._first = first
+        return first
 
 
 def _check_positive(value: int, what: str) -> None:

@@ -177,16 +177,19 @@ def owned_rows(
     outputs: Sequence[Tensor], adapter: EncoderAdapter[Any], sizes: Sequence[Mapping[str, int]]
 ) -> list[tuple[Tensor, ...]]:
     """Each item's rows of ``outputs``, as copies: nothing that is handed out lies in a graph's memory."""
-    results: list[tuple[Tensor, ...]] = []
-    starts = [0] * len(outputs)
-    for item in sizes:
-        own = []
-        for index, (tensor, field) in enumerate(zip(outputs, adapter.outputs, strict=True)):
-            count = item[str(field.dim)]
-            own.append(tensor[starts[index] : starts[index] + count].clone())
-            starts[index] += count
-        results.append(tuple(own))
-    return results
+    if len(sizes) == 1:
+        (item,) = sizes
+        fields = zip(outputs, adapter.outputs, strict=True)
+        return [tuple(tensor[: item[str(field.dim)]].clone() for tensor, field in fields)]
+    columns: list[list[Tensor]] = []
+    for tensor, field in zip(outputs, adapter.outputs, strict=True):
+        counts = [item[str(field.dim)] for item in sizes]
+        parts = tensor[: sum(counts)].split(counts)
+        # Memory of its own for every item, which lives as long as that, but one kernel for all.
+        copies = [torch.empty_like(part) for part in parts]
+        torch._foreach_copy_(copies, parts)
+        columns.append(copies)
+    return list(zip(*columns, strict=True))
 
 
 def run_fresh(

@@ -2,20 +2,39 @@
 
 A prompt with media is token ids in which *placeholder* tokens mark where rows of an encoder's output go. One
 ``MediaItem`` is one image or one video: its patches as the processor made them, its grid, and the ranges of
-placeholders it fills, in order. Invariant: an item's ``num_tokens`` is the sum of its ranges' lengths and the
-number of rows that the encoder makes of it. ``P`` patches, ``C`` values per patch, ``T`` prompt tokens. Read
-``processor.py`` for how prompts come to be.
+placeholders it fills, in order. Patches are pixels, with a ``Normalisation`` that says which values a tower
+sees, or these values themselves. Invariant: an item's ``num_tokens`` is the sum of its ranges' lengths and
+the number of rows that the encoder makes of it. ``P`` patches, ``C`` values per patch, ``T`` prompt tokens;
+of a patch ``K`` channels, ``R`` times that each is repeated, ``A`` pixels. Read ``processor.py`` for how
+prompts come to be.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 MediaKind = Literal["image", "video"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normalisation:
+    """What a pixel becomes in each channel: ``(pixel * rescale_factor - mean) / std``."""
+
+    rescale_factor: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    num_repeats: int = 1
+    """How often the pixels of a channel follow each other in a patch: those of a still picture are kept once
+    and fill every moment."""
+
+    def table(self) -> np.ndarray:
+        """``[3, 256]`` float32, not to be written: every byte's value, in the steps and precisions of
+        Transformers' processors."""
+        return _table(self.rescale_factor, self.mean, self.std)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,13 +43,16 @@ class MediaItem:
 
     kind: MediaKind
     patches_PC: np.ndarray
-    """float32, in the order the tower expects (blocks of ``merge_size`` squared patches)."""
+    """In the order the tower expects (blocks of ``merge_size`` squared patches): float32 values, or uint8
+    pixels with a ``normalisation``, of which a patch has ``C / num_repeats``."""
     grid_thw: tuple[int, int, int]
     """Temporal, vertical and horizontal patches; their product is ``P``."""
     content_hash: bytes
     """Names patches and grid: equal names mean equal embeddings from one model."""
     ranges: tuple[tuple[int, int], ...]
     """(start, length) of its placeholders in the prompt, ascending; a video may have one for each frame."""
+    normalisation: Normalisation | None = None
+    """Of patches that are pixels."""
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +61,19 @@ class MediaItem:
     @property
     def num_patches(self) -> int:
         return self.patches_PC.shape[0]
+
+    def values_PC(self) -> np.ndarray:
+        """``[P, C]`` float32: what Transformers' processors make of it. Pixels are normalised every time."""
+        if self.normalisation is None:
+            return self.patches_PC
+        tables, num_repeats = self.normalisation.table(), self.normalisation.num_repeats
+        num_patches, num_bytes = self.patches_PC.shape
+        pixels_PKA = self.patches_PC.reshape(num_patches, len(tables), -1)
+        shape = (num_patches, len(tables), num_repeats, num_bytes // len(tables))
+        values_PKRA = np.empty(shape, np.float32)
+        for channel, table in enumerate(tables):
+            values_PKRA[:, channel] = table[pixels_PKA[:, channel]][:, None]
+        return values_PKRA.reshape(num_patches, num_bytes * num_repeats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,3 +87,12 @@ class MediaPrompt:
     """int32: temporal, vertical and horizontal position of every prompt token."""
     rope_delta: int
     """A generated token at index ``i`` has position ``i + rope_delta`` on all three axes."""
+
+
+@functools.lru_cache(maxsize=32)
+def _table(
+    rescale_factor: float, mean: tuple[float, float, float], std: tuple[float, float, float]
+) -> np.ndarray:
+    scaled_256 = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
+    mean_31, std_31 = (np.array(v, dtype=np.float32)[:, None] for v in (mean, std))
+    return (scaled_256 - mean_31) / std_31

@@ -1,9 +1,9 @@
 """From pixels to patches: how large an image or video becomes, and how its values reach the vision tower.
 
 The rules are those of Transformers' processors for these models: both sides become multiples of a token's
-pixels, the area is brought within limits, values are normalised per channel, and patches come out in blocks
-that the tower's merger joins to tokens. Normalised values are looked up, one per byte, so that they are those
-of Transformers to the last bit. ``F`` frames, ``H`` height, ``W`` width, ``P`` patches, ``C`` values of a
+pixels, the area is brought within limits, and patches come out in blocks that the tower's merger joins to
+tokens. They stay bytes, with the normalisation that a tower's input has: it is done where the tower runs, to
+the same bits as in Transformers. ``F`` frames, ``H`` height, ``W`` width, ``P`` patches, ``C`` values of a
 patch (channels, time, rows, columns). Read ``processor_config.py`` for where settings come from.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from gapless.errors import RequestError
+from gapless.multimodal.items import Normalisation
 
 MAX_ASPECT_RATIO = 200
 
@@ -72,28 +73,30 @@ def resized(
 
 
 def patches(settings: PixelSettings, pixels_FHW3: np.ndarray, grid_thw: tuple[int, int, int]) -> np.ndarray:
-    """``[P, C]`` float32; the last frame is repeated until frames fill the grid's steps."""
+    """``[P, C]`` uint8, of ``normalisation``; the last frame is repeated until frames fill the grid's steps.
+    A single frame's pixels are in a patch once."""
     steps, grid_h, grid_w = grid_thw
     patch, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     num_frames = pixels_FHW3.shape[0]
-    is_still = num_frames == 1  # one picture fills every place in time: normalised once, then repeated
-    if num_frames < steps * depth and not is_still:
+    depth //= normalisation(settings, pixels_FHW3).num_repeats
+    if num_frames < steps * depth:
         last_FHW3 = np.repeat(pixels_FHW3[-1:], steps * depth - num_frames, axis=0)
         pixels_FHW3 = np.concatenate([pixels_FHW3, last_FHW3])
     blocks = pixels_FHW3.reshape(
         steps, -1, grid_h // merge, merge, patch, grid_w // merge, merge, patch, 3
     ).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    values = np.empty((*blocks.shape[:6], depth, patch, patch), dtype=np.float32)
-    for channel, table in enumerate(_value_tables(settings)):
-        values[:, :, :, :, :, channel] = table[blocks[:, :, :, :, :, channel]]
-    return values.reshape(steps * grid_h * grid_w, 3 * depth * patch * patch)
+    return blocks.reshape(steps * grid_h * grid_w, 3 * depth * patch * patch)
 
 
-def _value_tables(settings: PixelSettings) -> np.ndarray:
-    """``[3, 256]``: what each byte becomes in each channel, in the steps and precisions of Transformers."""
-    scaled_256 = (np.arange(256, dtype=np.float64) * settings.rescale_factor).astype(np.float32)
-    mean_31, std_31 = (np.array(v, dtype=np.float32)[:, None] for v in (settings.mean, settings.std))
-    return (scaled_256 - mean_31) / std_31
+def normalisation(settings: PixelSettings, pixels_FHW3: np.ndarray) -> Normalisation:
+    """Of the patches of these frames."""
+    is_still = pixels_FHW3.shape[0] == 1  # one picture fills every place in time
+    return Normalisation(
+        rescale_factor=settings.rescale_factor,
+        mean=settings.mean,
+        std=settings.std,
+        num_repeats=settings.temporal_patch_size if is_still else 1,
+    )
 
 
 def _size_of_image(settings: PixelSettings, height: int, width: int, name: str) -> tuple[int, int]:

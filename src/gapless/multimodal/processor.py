@@ -20,7 +20,7 @@ from PIL import Image
 from gapless.errors import RequestError
 from gapless.models.vl_config import VisionLanguageConfig
 from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt
-from gapless.multimodal.pixels import PixelSettings, grid_of, patches, resized
+from gapless.multimodal.pixels import PixelSettings, grid_of, normalisation, patches, resized
 from gapless.multimodal.positions import MediaBlock, rope_positions
 
 if TYPE_CHECKING:
@@ -235,11 +235,12 @@ class _Plan:
             grid_thw=source.grid_thw,
             content_hash=_content_hash(source, pixels_FHW3),
             ranges=self.ranges,
+            normalisation=normalisation(source.settings, pixels_FHW3),
         )
 
 
 def _content_hash(source: _Source, pixels_FHW3: np.ndarray) -> bytes:
-    """Patches follow from resized pixels, grid and settings, and those are an eighth as many bytes."""
+    """Patches follow from resized pixels, grid and settings."""
     digest = hashlib.blake2b(digest_size=32)
     digest.update(repr((source.kind, source.grid_thw, pixels_FHW3.shape, source.settings)).encode())
     digest.update(np.ascontiguousarray(pixels_FHW3).data)

@@ -1,9 +1,9 @@
 """Messages with arrays inside as frames: the message first, then each array as it lies in memory.
 
-An image's patches are tens of megabytes; as part of a message they would be copied into it on one side and
-out of it on the other, while streams wait. Instead the message names an array by number, type and shape, and
-the socket sends its memory itself. Invariant: an array that was encoded is not written to any more. Read
-``channel.py`` for the sockets.
+An image's patches are megabytes, a video's tens of them; as part of a message they would be copied into it
+on one side and out of it on the other, while streams wait. Instead the message names an array by number, type
+and shape, and the socket sends its memory itself. Invariant: an array that was encoded is not written to any
+more. Read ``channel.py`` for the sockets.
 """
 
 from __future__ import annotations

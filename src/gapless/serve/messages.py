@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from gapless.engine.outputs import FinishReason
-from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt
+from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt, Normalisation
 
 
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
@@ -49,6 +49,7 @@ class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
     grid_thw: tuple[int, int, int]
     content_hash: bytes
     ranges: list[tuple[int, int]]
+    normalisation: Normalisation | None = None
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +69,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
                 grid_thw=item.grid_thw,
                 content_hash=item.content_hash,
                 ranges=list(item.ranges),
+                normalisation=item.normalisation,
             )
             for item in prompt.items
         ]
@@ -81,6 +83,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
                 grid_thw=part.grid_thw,
                 content_hash=part.content_hash,
                 ranges=tuple(part.ranges),
+                normalisation=part.normalisation,
             )
             for part in self.parts
         )

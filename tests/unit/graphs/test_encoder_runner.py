@@ -188,18 +188,20 @@ def test_more_budgets_than_graphs_are_refused() -> None:
         runner_of(max_graphs=2)
 
 
-def test_inside_a_capture_of_somebody_else_the_encoder_becomes_part_of_it() -> None:
+@pytest.mark.parametrize("lengths", [(4,), (4, 3)], ids=str)
+def test_inside_a_capture_of_somebody_else_the_encoder_becomes_part_of_it(lengths: tuple[int, ...]) -> None:
     runner = runner_of().capture()
-    item, out = rows(4)[0], torch.zeros(4, WIDTH)
-    expected = runner.eager([item])
+    items, outs = rows(*lengths), [torch.zeros(n, WIDTH) for n in lengths]
+    expected = runner.eager(items)
     CPU.begin_segment(CPU.new_pool())
     try:
-        out.copy_(runner.run([item])[0][0])
+        for out, (made,) in zip(outs, runner.run(items), strict=True):
+            out.copy_(made)
         segment = CPU.end_segment()
     finally:
         CPU.abandon_segment()
     segment.replay()
-    assert_same([(out,)], expected, atol=1e-5)
+    assert_same([(out,) for out in outs], expected, atol=1e-5)
     assert list(runner.log.eager) == [(Phase.ENCODER, EncoderFallback.INSIDE_CAPTURE)]
 
 

@@ -13,7 +13,7 @@ import torch
 from gapless.errors import GraphError
 from gapless.graphs.buffers import InputField, StaticInputs
 from gapless.graphs.device.pinned import PinnedSlot
-from gapless.graphs.device.upload import HostRows, UploadRing
+from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
 
 CPU = torch.device("cpu")
 
@@ -128,3 +128,53 @@ def test_rows_of_part_of_the_width_are_refused() -> None:
     inputs = inputs_with(field)
     with pytest.raises(GraphError, match="whole rows"):
         inputs.load_on_device(inputs.views({"tokens": 6}), {"patches": HostRows(arrays(2, width=4))})
+
+
+class PromptSlot(LateSlot):
+    """A slot whose copies end at once: what is queued behind one finds it done, as in a stream."""
+
+    def send(self, address: int, num_bytes: int) -> None:
+        super().send(address, num_bytes)
+        self.wait()
+
+
+def halves(raw: torch.Tensor, values: torch.Tensor) -> None:
+    values.copy_(raw[: values.numel()].view(values.shape) / 2)
+
+
+def raw_rows(*counts: int, seed: int = 0) -> tuple[RawRows, torch.Tensor]:
+    generator = np.random.default_rng(seed)
+    parts = [generator.integers(0, 256, (count, 5), np.uint8) for count in counts]
+    for part in parts:
+        part.setflags(write=False)  # as it comes from a socket
+    return RawRows(parts, shape=(sum(counts), 5), finish=halves), torch.from_numpy(np.concatenate(parts)) / 2
+
+
+def test_bytes_become_values_behind_their_copy_and_touch_nothing_else() -> None:
+    target = torch.full((8, 5), torch.nan, dtype=torch.float16)
+    ring = UploadRing(target, make_slot=lambda n, device: cast("PinnedSlot", PromptSlot(n, device)))
+    assert ring.num_bytes == 8 * 5
+    for seed, counts in enumerate([(3, 4), (8,), (1, 0, 1)]):
+        rows, expected = raw_rows(*counts, seed=seed)
+        target.fill_(torch.nan)
+        ring.send(rows)
+        assert torch.equal(target[: sum(counts)], expected.half())
+        assert target[sum(counts) :].isnan().all()
+
+
+def test_static_inputs_take_bytes_and_pad_behind_them() -> None:
+    field = InputField(
+        name="patches", dims=("tokens", 5), dtype=torch.bfloat16, pad=0, on_device=True, from_host=True
+    )
+    inputs = inputs_with(field)
+    views = inputs.views({"tokens": 6})
+    rows, expected = raw_rows(2, 1)
+    for poison in (False, True):
+        inputs.poison = poison
+        views["patches"].fill_(torch.nan)
+        inputs.load_on_device(views, {"patches": rows})
+        assert torch.equal(views["patches"][:3], expected.bfloat16())
+        assert not views["patches"][3:].any()
+    assert torch.equal(rows.to(device=CPU, dtype=torch.float32), expected)
+    with pytest.raises(GraphError, match="does not fit"):
+        inputs.load_on_device(views, {"patches": raw_rows(7)[0]})

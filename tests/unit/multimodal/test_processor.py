@@ -77,15 +77,17 @@ def test_patches_of_an_image_are_those_of_transformers(family: str, size: tuple[
     item = processor_for(family).prompt(IMAGE_PROMPT, images=[image]).items[0]
     expected = REFERENCE(image, return_tensors="np")
     assert item.grid_thw == tuple(expected["image_grid_thw"][0])
-    assert item.patches_PC.dtype == np.float32
-    np.testing.assert_array_equal(item.patches_PC, expected["pixel_values"])
+    assert item.patches_PC.dtype == np.uint8
+    assert item.patches_PC.nbytes * 8 == expected["pixel_values"].nbytes
+    assert item.values_PC().dtype == np.float32
+    np.testing.assert_array_equal(item.values_PC(), expected["pixel_values"])
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "LA", "YCbCr"])
 def test_images_of_other_modes_are_converted_as_transformers_does(mode: str) -> None:
     image = random_image(20, 30).convert(mode)
     item = processor_for("qwen3_vl").prompt(IMAGE_PROMPT, images=[image]).items[0]
-    np.testing.assert_array_equal(item.patches_PC, REFERENCE(image, return_tensors="np")["pixel_values"])
+    np.testing.assert_array_equal(item.values_PC(), REFERENCE(image, return_tensors="np")["pixel_values"])
 
 
 def test_an_array_is_the_image_of_its_pixels() -> None:
@@ -149,7 +151,7 @@ def test_patches_of_a_video_are_those_of_transformers(family: str, num_frames: i
     )
     expected, *grid = reference.patchify((pixels - mean) / std, 4, 2, 2)
     assert item.grid_thw == tuple(grid)
-    np.testing.assert_allclose(item.patches_PC, expected[0], atol=1e-6)
+    np.testing.assert_allclose(item.values_PC(), expected[0], atol=1e-6)
 
 
 def test_a_repeated_frame_is_an_image() -> None:
@@ -157,7 +159,7 @@ def test_a_repeated_frame_is_an_image() -> None:
     still = processor_for("qwen2_5_vl").prompt(IMAGE_PROMPT, images=[image]).items[0]
     frames = np.stack([np.asarray(image)] * 2)
     video = processor_for("qwen2_5_vl").prompt(VIDEO_PROMPT, videos=[frames]).items[0]
-    np.testing.assert_array_equal(still.patches_PC, video.patches_PC)
+    np.testing.assert_array_equal(still.values_PC(), video.values_PC())
     assert still.content_hash != video.content_hash  # kinds differ, so a cache need not know the models
 
 

@@ -8,18 +8,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from gapless.multimodal.items import MediaItem, MediaPrompt
+from gapless.multimodal.items import MediaItem, MediaPrompt, Normalisation
 from gapless.serve.channel import Addresses, ClientChannel, EngineChannel
 from gapless.serve.frames import FrameDecoder, FrameEncoder
 from gapless.serve.messages import AbortRequest, GenerateRequest, Media, Refused, ToEngine
 
+PIXELS = Normalisation(rescale_factor=1 / 255, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), num_repeats=2)
+
 
 def media(num_patches: int = 6) -> Media:
     def item(kind, seed):
-        patches = np.random.default_rng(seed).standard_normal((num_patches, 5)).astype(np.float32)
+        random = np.random.default_rng(seed)
+        if kind == "image":
+            patches = random.integers(0, 256, (num_patches, 6), np.uint8)
+        else:
+            patches = random.standard_normal((num_patches, 5)).astype(np.float32)
         return MediaItem(
             kind=kind,
             patches_PC=patches,
+            normalisation=PIXELS if kind == "image" else None,
             grid_thw=(1, 2, num_patches // 2),
             content_hash=bytes([seed]) * 32,
             ranges=((seed, 3), (seed + 4, 2)),
@@ -45,6 +52,7 @@ def same(found: GenerateRequest, sent: GenerateRequest) -> None:
         assert one.patches_PC.dtype == other.patches_PC.dtype
         assert (one.kind, one.grid_thw, one.content_hash) == (other.kind, other.grid_thw, other.content_hash)
         assert one.ranges == other.ranges
+        assert one.normalisation == other.normalisation
     np.testing.assert_array_equal(found.media.rope_positions_3T, sent.media.rope_positions_3T)
     assert found.media.rope_delta == sent.media.rope_delta
 

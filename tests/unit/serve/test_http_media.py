@@ -89,7 +89,8 @@ def test_an_image_reaches_the_engine_as_patches_and_placeholders(folder):
     (item,) = request.media.parts
     assert (item.kind, item.grid_thw) == ("image", (1, 8, 10))
     assert item.patches_PC.shape[0] == 80
-    assert item.patches_PC.dtype == np.float32
+    assert item.patches_PC.dtype == np.uint8
+    assert item.normalisation is not None
     ((start, length),) = item.ranges
     assert length == 20
     assert request.prompt_token_ids[start : start + length] == [IMAGE_ID] * 20
@@ -110,7 +111,7 @@ def test_it_is_what_the_processor_makes_of_it(folder):
     assert found.token_ids == expected.token_ids
     np.testing.assert_array_equal(found.rope_positions_3T, expected.rope_positions_3T)
     assert found.rope_delta == expected.rope_delta
-    np.testing.assert_array_equal(found.items[0].patches_PC, expected.items[0].patches_PC)
+    np.testing.assert_array_equal(found.items[0].values_PC(), expected.items[0].values_PC())
     assert found.items[0].content_hash == expected.items[0].content_hash
 
 
@@ -270,9 +271,9 @@ def test_images_of_every_kind_become_finite_patches_of_their_grid(folder, data, 
     answer = post(make_app(folder, client), CHAT, body("a", ("image", data_url(data, mime))))
     assert answer.status_code == 200
     (request,) = client.requests
-    (item,) = request.media.parts
-    assert item.patches_PC.shape[0] == np.prod(item.grid_thw)
-    assert np.isfinite(item.patches_PC).all()
+    (item,) = request.media.prompt(request.prompt_token_ids).items
+    assert item.num_patches == np.prod(item.grid_thw)
+    assert np.isfinite(item.values_PC()).all()
     assert request.prompt_token_ids.count(IMAGE_ID) == np.prod(item.grid_thw) // 4
 
 

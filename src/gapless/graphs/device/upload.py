@@ -1,9 +1,10 @@
-"""Large inputs that come from the host: cast on their way into pinned memory, then copied behind the host.
+"""Large inputs that come from the host: by way of pinned memory, and copied behind the host.
 
 ``Tensor.copy_`` of float32 host memory into a bfloat16 tensor on a GPU makes a converted copy in fresh host
 memory, and copies that while the caller waits. Here the conversion goes straight into one of two pinned
 slots, and the copy is queued on the stream; several parts (the patches of several images) are never joined
-before. Invariant: a slot is written only when its last copy has ended. Read ``pinned.py`` for the slots.
+before. ``RawRows`` are less: bytes, which become values on the device, by work that is queued behind the
+copy. Invariant: a slot is written only when its last copy has ended. Read ``pinned.py`` for the slots.
 """
 
 from __future__ import annotations
@@ -45,6 +46,38 @@ class HostRows:
             start += len(part)
 
 
+class RawRows:
+    """Rows of several arrays of bytes that become values of a batch where that is. They are read only."""
+
+    def __init__(
+        self, parts: Sequence[np.ndarray], *, shape: tuple[int, ...], finish: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """``finish(raw, values)`` makes values of ``shape`` of the bytes of all ``parts``, one behind the
+        other in a uint8 tensor on the same device. It may only queue work on the current stream."""
+        self._arrays = tuple(np.ascontiguousarray(part).reshape(-1) for part in parts)
+        self.shape, self.finish = shape, finish
+        self.num_bytes = sum(array.nbytes for array in self._arrays)
+
+    def write(self, host: np.ndarray) -> None:
+        """All bytes to the front of ``host``."""
+        start = 0
+        for array in self._arrays:
+            host[start : start + array.nbytes] = array
+            start += array.nbytes
+
+    def to(self, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """All of them as a new tensor of values."""
+        values = torch.empty(self.shape, device=device, dtype=dtype)
+        self.copy_to(values)
+        return values
+
+    def copy_to(self, target: Tensor) -> None:
+        """Into a contiguous tensor of ``shape``."""
+        host = np.empty(self.num_bytes, np.uint8)
+        self.write(host)
+        self.finish(torch.from_numpy(host).to(target.device), target)
+
+
 class UploadRing:
     """Copies host rows to the front of ``target``, a static tensor on a CUDA device."""
 
@@ -52,16 +85,29 @@ class UploadRing:
         self, target: Tensor, *, make_slot: Callable[[int, torch.device], PinnedSlot] = PinnedSlot
     ) -> None:
         self._address, self._dtype = target.data_ptr(), target.dtype
+        self._target = target.view(-1)
+        # static: bytes on their way, at most one for each value; a later copy waits in the same stream
+        self._raw = torch.empty(target.numel(), dtype=torch.uint8, device=target.device)
         self._slots = [make_slot(target.nbytes, target.device) for _ in range(_NUM_SLOTS)]
         self._hosts = [torch.from_numpy(slot.host).view(target.dtype) for slot in self._slots]
         self._next = 0
 
-    def send(self, rows: HostRows) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """On the device, beside the target."""
+        return self._raw.nbytes
+
+    def send(self, rows: HostRows | RawRows) -> None:
         """Queue the copy. ``rows`` fit the target, and may change once this returns."""
         index = self._next
         self._next = (index + 1) % len(self._slots)
         slot, count = self._slots[index], int(np.prod(rows.shape))
         slot.wait()
+        if isinstance(rows, RawRows):
+            rows.write(slot.host)
+            slot.send(self._raw.data_ptr(), rows.num_bytes)
+            rows.finish(self._raw, self._target[:count].view(rows.shape))
+            return
         rows.copy_to(self._hosts[index][:count].view(rows.shape))
         slot.send(self._address, count * self._dtype.itemsize)
 

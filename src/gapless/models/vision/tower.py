@@ -24,7 +24,6 @@ from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import Segments, VarlenBackend, create_varlen_backend
 from gapless.errors import ConfigError, ModelError
 from gapless.graphs.buffers import InputField
-from gapless.graphs.device.upload import HostRows
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
@@ -33,7 +32,8 @@ from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
 from gapless.models.vision.fused import BlockInputs, FusedBlocks, PatchAngles, merge_gated
 from gapless.models.vision.grids import Grid, GridArrays, GridCache, check_grid, cumulative, joined
-from gapless.multimodal.items import MediaItem
+from gapless.models.vision.pixels import patch_rows
+from gapless.multimodal.items import MediaItem, Normalisation
 
 _NAN = float("nan")
 
@@ -95,11 +95,18 @@ class VisionTower:
 
     def sizes_of(self, item: MediaItem) -> Sizes:
         """Raises ``ModelError`` for patches that are not those of the grid or of this tower."""
-        sizes = self._sizes[item.grid_thw]
-        if item.patches_PC.shape != (sizes["tokens"], self.patch_values):
+        sizes, pixels = self._sizes[item.grid_thw], item.normalisation
+        num_repeats = 1 if pixels is None else pixels.num_repeats
+        width, rest = divmod(self.patch_values, num_repeats)
+        if rest or item.patches_PC.shape != (sizes["tokens"], width):
             raise ModelError(
                 f"patches of shape {item.patches_PC.shape} do not belong to grid {item.grid_thw}, which has "
-                f"{sizes['tokens']} of {self.patch_values} values"
+                f"{sizes['tokens']} of {width} values"
+            )
+        if pixels is not None and (item.patches_PC.dtype != np.uint8 or self.config.in_channels != 3):
+            raise ModelError(
+                f"patches of type {item.patches_PC.dtype} in {self.config.in_channels} channels cannot be "
+                "normalised: pixels are uint8 in three"
             )
         return sizes
 
@@ -155,7 +162,7 @@ class VisionTower:
     def prepare(self, items: Sequence[MediaItem]) -> Values:
         grids = [item.grid_thw for item in items]
         inputs = self._inputs_of_one[grids[0]] if len(grids) == 1 else self._host_inputs(grids)
-        return {"patches": HostRows([item.patches_PC for item in items]), **inputs}
+        return {"patches": patch_rows(items), **inputs}
 
     def _host_inputs(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         """All inputs but the patches."""
@@ -174,10 +181,24 @@ class VisionTower:
 
     def dummy(self, sizes: Sizes) -> Values:
         """One image, a single row of merged units, that fills ``sizes``: every kernel has work to do."""
-        units = sizes["merged"]
-        shape = (units * self.granule, self.patch_values)
-        patches_PC = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return {"patches": patches_PC, **self._host_inputs([(1, self.merge_size, units * self.merge_size)])}
+        return self.prepare([self.blank((1, self.merge_size, sizes["merged"] * self.merge_size))])
+
+    def blank(self, grid: Grid, *, pixels: np.random.Generator | None = None) -> MediaItem:
+        """An image or video of one grey, or of random ``pixels``, in the form that a processor gives it, so
+        that it takes the same way to the device as those of requests. Its content has no name."""
+        still = self.config.temporal_patch_size if grid[0] == 1 else 1
+        shape = (math.prod(grid), self.patch_values // still)
+        half = (0.5,) * 3
+        return MediaItem(
+            kind="image" if grid[0] == 1 else "video",
+            patches_PC=np.zeros(shape, np.uint8)
+            if pixels is None
+            else pixels.integers(0, 256, shape, np.uint8),
+            grid_thw=grid,
+            content_hash=b"",
+            ranges=((0, math.prod(grid) // self.granule),),
+            normalisation=Normalisation(rescale_factor=1 / 255, mean=half, std=half, num_repeats=still),
+        )
 
     def compiling_ahead(self) -> AbstractContextManager[None] | None:
         return compiling_ahead() if can_compile_ahead(self.device) else None

@@ -1,0 +1,64 @@
+"""Pixels that have reached a device as bytes become the values that a vision tower reads.
+
+A processor scales and normalises every byte of a channel alike, so a byte's value is looked up in a table of
+256: the bits are those that the processor would have made on the host, and a quarter of the bytes of float32
+are uploaded. A still picture fills every moment of its patches: its pixels are uploaded once and written
+several times. This happens on the way into a graph's input, not in the graph. ``P`` patches, ``K`` channels,
+``A`` bytes of a channel, ``R`` times that they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from gapless.errors import ConfigError
+from gapless.kernels.launch import Constants, launch
+from gapless.kernels.select import has_fused_kernels
+
+_CONSTANTS = Constants(ROWS=4, TILE=256, num_warps=4)
+
+
+def write_values(
+    bytes_PB: Tensor, table_KV: Tensor, num_repeats: int, values_PC: Tensor, *, is_fused: bool | None = None
+) -> None:
+    """``values[p, k, r, a] = table[k, bytes[p, k, a]]``: ``[P, K * A]`` uint8, ``[K, 256]`` and
+    ``[P, K * R * A]``, the last two of one dtype; all contiguous. ``is_fused``: by the kernel or by torch
+    operations, by default as the device allows. Raises ``ConfigError`` for other shapes and types."""
+    num_patches, num_bytes = bytes_PB.shape
+    num_channels = table_KV.shape[0]
+    num_values = num_bytes * num_repeats
+    if num_bytes % num_channels or values_PC.shape != (num_patches, num_values) or table_KV.shape[1] != 256:
+        raise ConfigError(
+            f"bytes of shape {tuple(bytes_PB.shape)} {num_repeats} times, by a table of shape "
+            f"{tuple(table_KV.shape)}, are no values of shape {tuple(values_PC.shape)}"
+        )
+    if bytes_PB.dtype != torch.uint8 or table_KV.dtype != values_PC.dtype:
+        raise ConfigError(
+            f"bytes of {bytes_PB.dtype} by a table of {table_KV.dtype} are no {values_PC.dtype}"
+        )
+    if not all(tensor.is_contiguous() for tensor in (bytes_PB, table_KV, values_PC)):
+        raise ConfigError("values of pixels are written from and to contiguous tensors only")
+    if num_patches == 0:
+        return
+    size = num_bytes // num_channels
+    if not (has_fused_kernels(values_PC.device) if is_fused is None else is_fused):
+        bytes_PKA = bytes_PB.view(num_patches, num_channels, size)
+        values_PKRA = values_PC.view(num_patches, num_channels, num_repeats, size)
+        for channel in range(num_channels):
+            looked_up_PA = table_KV[channel][bytes_PKA[:, channel].int()]
+            values_PKRA[:, channel] = looked_up_PA[:, None]
+        return
+    num_rows = num_patches * num_channels
+    args = (bytes_PB, table_KV, values_PC, num_rows, num_channels, size, num_repeats)
+    launch(_kernels().write_values_kernel, (-(-num_rows // _CONSTANTS["ROWS"]),), args, _CONSTANTS)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from gapless.kernels import pixels_jit
+
+    return pixels_jit

@@ -1,0 +1,125 @@
+"""Pixels that are normalised where a tower runs are the values of Transformers' processors, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from encoder_cases import CONFIGS, GRIDS, assert_equal, media, runner_of, tiny_tower
+from gapless.errors import ModelError
+from gapless.graphs.device import get_device
+from gapless.graphs.device.upload import HostRows, RawRows
+from gapless.models.vision.pixels import patch_rows
+from gapless.multimodal.items import MediaItem, Normalisation
+
+CPU = get_device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLIP = Normalisation(
+    rescale_factor=1 / 255, mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
+)
+HALF = Normalisation(rescale_factor=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3)
+ODD = Normalisation(rescale_factor=1 / 127.5, mean=(1.0, 0.3, -0.7), std=(0.1, 3.0, -1.3))
+
+
+def item_of(pixels_PKA: np.ndarray, normalisation: Normalisation | None) -> MediaItem:
+    patches_PC = pixels_PKA.reshape(len(pixels_PKA), -1)
+    grid = (1, 1, len(patches_PC))
+    return MediaItem(
+        kind="image",
+        patches_PC=patches_PC,
+        grid_thw=grid,
+        content_hash=b"",
+        ranges=((0, 1),),
+        normalisation=normalisation,
+    )
+
+
+def random_pixels(num_patches: int, size: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (num_patches, 3, size), np.uint8)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_repeats", [1, 2])
+@pytest.mark.parametrize("normalisation", [CLIP, HALF, ODD], ids=["clip", "half", "odd"])
+def test_every_byte_of_every_channel_has_the_bits_of_the_processor(normalisation, num_repeats, dtype) -> None:
+    every = np.arange(256, dtype=np.uint8)
+    pixels_PKA = np.stack([np.stack([np.roll(every, s + k) for k in range(3)]) for s in range(2)])
+    item = item_of(pixels_PKA, replace(normalisation, num_repeats=num_repeats))
+    # As Transformers does it: rescaled in float64 and rounded, then two steps of float32.
+    scaled = (pixels_PKA.astype(np.float64) * normalisation.rescale_factor).astype(np.float32)
+    mean_K1, std_K1 = (np.array(v, np.float32)[:, None] for v in (normalisation.mean, normalisation.std))
+    values_PKA = (scaled - mean_K1) / std_K1
+    values_PC = np.repeat(values_PKA[:, :, None], num_repeats, axis=2).reshape(2, -1)
+    assert np.array_equal(item.values_PC().view(np.uint32), values_PC.view(np.uint32))
+    rows = patch_rows([item])
+    assert isinstance(rows, RawRows)
+    assert rows.num_bytes == pixels_PKA.size
+    made = rows.to(device=torch.device("cpu"), dtype=dtype)
+    uploaded_before = HostRows([values_PC]).to(device=torch.device("cpu"), dtype=dtype)
+    assert torch.equal(bits(made), bits(uploaded_before))
+
+
+def test_pictures_and_videos_of_several_normalisations_share_a_run() -> None:
+    items = [
+        item_of(random_pixels(3, 4, seed=1), replace(CLIP, num_repeats=2)),
+        item_of(random_pixels(1, 4, seed=2), replace(CLIP, num_repeats=2)),
+        item_of(random_pixels(5, 8, seed=3), CLIP),
+        item_of(random_pixels(2, 8, seed=4), ODD),
+    ]
+    rows = patch_rows(items)
+    assert isinstance(rows, RawRows)
+    assert rows.shape == (11, 24)
+    expected = torch.from_numpy(np.concatenate([item.values_PC() for item in items]))
+    assert torch.equal(rows.to(device=torch.device("cpu"), dtype=torch.float32), expected)
+
+
+def test_pixels_that_share_a_run_with_values_become_values() -> None:
+    pixels = item_of(random_pixels(3, 4), replace(CLIP, num_repeats=2))
+    values = item_of(np.random.default_rng(0).standard_normal((2, 3, 8), np.float32), None)
+    for items in ([pixels, values], [values, pixels], [values]):
+        rows = patch_rows(items)
+        assert isinstance(rows, HostRows)
+        expected = torch.from_numpy(np.concatenate([item.values_PC() for item in items]))
+        assert torch.equal(rows.to(device=torch.device("cpu"), dtype=torch.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["budget", "exact", "off"])
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_a_tower_makes_the_same_of_pixels_and_of_their_values(model_type, mode, dtype) -> None:
+    runner = runner_of(tiny_tower(model_type, device=CPU, dtype=dtype), mode, device=CPU)
+    tower = runner.adapter
+    pixels = [media(tower, grid, seed=3, is_pixels=True) for grid in GRIDS[:5]]
+    values = [replace(item, patches_PC=item.values_PC(), normalisation=None) for item in pixels]
+    expected = runner.run(values)
+    assert_equal(runner.run(pixels), expected)
+    assert_equal(runner.run([pixels[0], values[1], *pixels[2:]]), expected)
+    assert_equal(runner.eager(pixels), runner.eager(values))
+    if mode != "off":
+        assert runner._memory is not None
+        runner._memory.inputs.poison = True
+        assert_equal(runner.run(pixels), expected)
+
+
+def test_pixels_of_another_type_or_width_are_refused() -> None:
+    tower = tiny_tower("qwen3_vl", device=CPU)
+    item = media(tower, (1, 4, 4), is_pixels=True)
+    assert tower.sizes_of(item)["tokens"] == 16
+    with pytest.raises(ModelError, match="type float32"):
+        tower.sizes_of(replace(item, patches_PC=item.patches_PC.astype(np.float32)))
+    for broken in (
+        replace(item, patches_PC=item.patches_PC[:, 1:]),
+        replace(item, patches_PC=item.patches_PC[:8]),
+        replace(item, normalisation=CLIP),
+        replace(item, normalisation=replace(CLIP, num_repeats=7)),
+        replace(item, normalisation=None),
+    ):
+        with pytest.raises(ModelError, match="do not belong to grid"):
+            tower.sizes_of(broken)
