@@ -19,7 +19,7 @@ from gapless.errors import ConfigError
 from gapless.kernels.launch import Constants, launch
 from gapless.kernels.select import has_fused_kernels
 
-_CONSTANTS = Constants(ROWS=4, TILE=256, num_warps=4)
+_CONSTANTS = Constants(TILE=256, num_warps=2)
 
 
 def write_values(
@@ -52,9 +52,8 @@ def write_values(
             looked_up_PA = table_KV[channel][bytes_PKA[:, channel].int()]
             values_PKRA[:, channel] = looked_up_PA[:, None]
         return
-    num_rows = num_patches * num_channels
-    args = (bytes_PB, table_KV, values_PC, num_rows, num_channels, size, num_repeats)
-    launch(_kernels().write_values_kernel, (-(-num_rows // _CONSTANTS["ROWS"]),), args, _CONSTANTS)
+    args = (bytes_PB, table_KV, values_PC, num_channels, size, num_repeats)
+    launch(_kernels().write_values_kernel, (num_patches * num_channels,), args, _CONSTANTS)
 
 
 @functools.cache

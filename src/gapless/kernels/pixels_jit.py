@@ -14,28 +14,27 @@ import triton.language as tl
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_channels", "size", "num_repeats"],
+    do_not_specialize=["num_channels", "size", "num_repeats"],
     do_not_specialize_on_alignment=["bytes_PKA", "values_PKRA"],
 )
 def write_values_kernel(
     bytes_PKA,
     table_KV,
     values_PKRA,
-    num_rows,
     num_channels,
     size,
     num_repeats,
-    ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per ``ROWS`` channels of patches."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    """One program per channel of a patch. Tiles have one dimension: with two, Triton 3.6 looks values up in
+    another layout than it loads bytes in, by way of shared memory."""
+    row = tl.program_id(0).to(tl.int64)
     table = table_KV + (row % num_channels) * 256
-    first_byte = bytes_PKA + row.to(tl.int64) * size
-    first_value = values_PKRA + row.to(tl.int64) * size * num_repeats
+    first_byte = bytes_PKA + row * size
+    first_value = values_PKRA + row * size * num_repeats
     for start in range(0, size, TILE):
-        index = start + tl.arange(0, TILE)[None, :]
-        is_pixel = (row < num_rows) & (index < size)
+        index = start + tl.arange(0, TILE)
+        is_pixel = index < size
         byte = tl.load(first_byte + index, mask=is_pixel, other=0).to(tl.int32)
         value = tl.load(table + byte, mask=is_pixel, other=0.0)
         for repeat in range(num_repeats):

@@ -27,6 +27,8 @@ from gapless.kernels import (
     norm,
     penalty,
     penalty_jit,
+    pixels,
+    pixels_jit,
     rope_cache,
     sample,
     sample_jit,
@@ -39,6 +41,7 @@ TYPE_NAMES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
@@ -126,7 +129,8 @@ def main() -> None:
         sample: sample_jit,
         penalty: penalty_jit,
     }
-    for module, source in {media: media_jit, mrope: media_jit, layer_norm: layer_norm_jit}.items():
+    by_module = {media: media_jit, mrope: media_jit, layer_norm: layer_norm_jit, pixels: pixels_jit}
+    for module, source in by_module.items():
         module._kernels = lambda source=source: CompilingKernels(source)  # type: ignore[attr-defined]
     for module, source in sources.items():
         kernels = CompilingKernels(source)
@@ -157,6 +161,9 @@ def main() -> None:
             positions, frequencies = index.expand(3, -1).contiguous(), torch.rand(head_size // 2)
             mrope.axis_rows(positions, frequencies, index[:1].expand(head_size // 2), 1.0, dtype)
             rope_cache.rotate_heads(qkv, None, 1e-6, rope, None, num_kv_heads)
+        table, values = torch.zeros(3, 256, dtype=dtype), torch.zeros(num_tokens, 1176, dtype=dtype)
+        bytes_PB = torch.zeros(num_tokens, 588, dtype=torch.uint8)
+        pixels.write_values(bytes_PB, table, 2, values, is_fused=True)
         raw = torch.zeros(num_tokens, 151936, dtype=dtype)
         tokens = torch.zeros(num_tokens, dtype=torch.int64)
         head.finish_greedy(raw, raw.float(), tokens, -1)

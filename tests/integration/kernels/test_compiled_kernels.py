@@ -27,9 +27,10 @@ SAMPLING_KERNELS = {
 }
 MEDIA_KERNELS = {
     "axis_rows_kernel", "embed_media_kernel", "add_media_norm_kernel", "add_layer_norm_kernel",
+    "write_values_kernel",
 }  # fmt: skip
-NARROW_KERNELS = {"best_of_row_kernel", "count_drawn_kernel", "axis_rows_kernel"}
-"""A token, or a head's angles, per program."""
+NARROW_KERNELS = {"best_of_row_kernel", "count_drawn_kernel", "axis_rows_kernel", "write_values_kernel"}
+"""A token, a head's angles, or rows of bytes that start anywhere."""
 PENALTY_KERNELS = {"penalise_kernel", "count_drawn_kernel"}
 
 
@@ -58,7 +59,7 @@ def test_early_kernels_wait_before_they_write_or_read_what_was_computed(
 ) -> None:
     reads_weights = {"rms_norm_kernel", "embed_norm_kernel", "rotate_heads_kernel"}
     reads_weights |= {"add_media_norm_kernel", "add_layer_norm_kernel"}
-    never_early = PENALTY_KERNELS | {"axis_rows_kernel", "embed_media_kernel"}
+    never_early = PENALTY_KERNELS | {"axis_rows_kernel", "embed_media_kernel", "write_values_kernel"}
     for report in reports:
         if report["kernel"] in never_early:
             assert not report["waits"], report
