@@ -83,7 +83,7 @@ def sum_ranks_kernel(
     own_W = tl.load(source_words, mask=is_word, other=0)
     packed_W = (own_W.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
     slot = (epoch & 1) * (NUM_RANKS * SOURCE_WORDS) + row * SLOT_WORDS
-    for step in tl.static_range(1, NUM_RANKS):
+    for step in range(1, NUM_RANKS):
         address = tl.load(addresses_R + (RANK + step) % NUM_RANKS).to(tl.pointer_type(tl.int64))
         target = tl.multiple_of(address, 16) + (slot + RANK * SOURCE_WORDS) + word
         tl.store(target, packed_W, mask=is_word, cache_modifier=".wt")
@@ -94,10 +94,9 @@ def sum_ranks_kernel(
 
     dtype: tl.constexpr = partial_TE.dtype.element_ty
     total_E = tl.zeros([SIZE_PAD], tl.float32)
-    for source in tl.static_range(0, NUM_RANKS):
-        if source == RANK:
-            values_W = own_W
-        else:
+    for source in range(NUM_RANKS):  # not unrolled: the compiler would add up, and keep all words, at the end
+        values_W = own_W
+        if source != RANK:
             place = words + (slot + source * SOURCE_WORDS) + word
             received_W = tl.load(place, mask=is_word, other=0, volatile=True)
             is_missing = _is_missing(received_W, epoch, is_word)
@@ -125,7 +124,9 @@ def _is_missing(received_W, epoch, is_word):
 def _elements(values_W, dtype: tl.constexpr):
     """The elements in words of 4 bytes, in float32."""
     if dtype.primitive_bitwidth == 32:
-        return values_W.to(tl.float32, bitcast=True)
-    first_W = values_W.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    second_W = (values_W >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return tl.interleave(first_W, second_W)
+        values_E = values_W.to(tl.float32, bitcast=True)
+    else:
+        first_W = values_W.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        second_W = (values_W >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        values_E = tl.interleave(first_W, second_W)
+    return values_E

@@ -183,7 +183,9 @@ def _constants(
 ) -> Constants:
     shape = norm_shape(size, dtype)
     return Constants(
-        **shape,
+        SIZE=size,
+        SIZE_PAD=shape["SIZE_PAD"],
+        num_warps=_num_warps(shape["SIZE_PAD"], dtype.itemsize),
         RANK=rank,
         NUM_RANKS=num_ranks,
         WORDS=size * dtype.itemsize // _WORD_BYTES,
@@ -193,6 +195,11 @@ def _constants(
         HAS_NORM=has_norm,
         **launch_options(device),
     )
+
+
+def _num_warps(size_pad: int, itemsize: int) -> int:
+    """16 bytes of a row per thread: with more, what has come from eight ranks does not fit in registers."""
+    return min(max(size_pad * itemsize // (16 * 32), 1), 32)
 
 
 @functools.cache
