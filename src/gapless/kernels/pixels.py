@@ -49,8 +49,8 @@ def write_values(
         bytes_PKA = bytes_PB.view(num_patches, num_channels, size)
         values_PKRA = values_PC.view(num_patches, num_channels, num_repeats, size)
         for channel in range(num_channels):
-            looked_up_PA = table_KV[channel][bytes_PKA[:, channel].int()]
-            values_PKRA[:, channel] = looked_up_PA[:, None]
+            index = bytes_PKA[:, channel].int().reshape(-1)
+            values_PKRA[:, channel] = table_KV[channel].index_select(0, index).view(num_patches, 1, size)
         return
     args = (bytes_PB, table_KV, values_PC, num_channels, size, num_repeats)
     launch(_kernels().write_values_kernel, (num_patches * num_channels,), args, _CONSTANTS)
