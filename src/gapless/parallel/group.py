@@ -27,7 +27,8 @@ from gapless.errors import GraphError, RankError
 from gapless.graphs.device.destructors import wait_for_destructors
 from gapless.kernels.launch import is_compiling_ahead
 from gapless.kernels.norm import add_rms_norm_into
-from gapless.parallel.one_shot import OneShotReducer, find_one_shot
+from gapless.parallel.one_shot import OneShotReducer
+from gapless.parallel.one_shot_choice import find_one_shot
 from gapless.parallel.shard import Shard
 
 TIMEOUT_S = 600.0

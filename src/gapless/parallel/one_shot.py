@@ -13,9 +13,6 @@ rows, ``E`` elements of a row.
 from __future__ import annotations
 
 import functools
-import logging
-import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +20,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gapless.kernels.launch import Constants, launch
-from gapless.kernels.norm import add_rms_norm_into, norm_shape
+from gapless.kernels.norm import norm_shape
 from gapless.kernels.select import has_fused_kernels, launch_options
 from gapless.parallel.exchange import ExchangeGroup
-
-logger = logging.getLogger(__name__)
 
 MAX_ROWS = 128
 """A program each. So few run all at once on any GPU that has symmetric memory."""
@@ -41,12 +35,9 @@ MAX_BYTES = 1024 * 1024
 _WORD_BYTES = 4
 """Of values, in a word of 8."""
 _SLOT_WORDS = MAX_ROW_BYTES // _WORD_BYTES
-_NUM_HALVES = 2
+NUM_HALVES = 2
 _ALIGNMENT = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MEASURED_SIZE = 4096
-"""Elements of a row of bfloat16, when the two ways are compared."""
-_NUM_SUMS, _NUM_REPEATS = 20, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +60,7 @@ class Mailbox:
 
     @staticmethod
     def num_words(size: int) -> int:
-        return _NUM_HALVES * size * MAX_ROWS * _SLOT_WORDS
+        return NUM_HALVES * size * MAX_ROWS * _SLOT_WORDS
 
     @classmethod
     def of_words(
@@ -207,108 +198,3 @@ def _kernels() -> ModuleType:
     from gapless.kernels import rank_sum_jit
 
     return rank_sum_jit
-
-
-def find_one_shot(
-    group: Any,
-    control: Any,
-    torch_device: torch.device,
-    *,
-    agree: Callable[[bool], bool],
-    from_first: Callable[[int], int],
-) -> tuple[OneShotReducer | None, str]:
-    """A reducer with its ``max_bytes`` measured, or None; and one line about why.
-
-    Every rank calls it at the same time and gets the same answer: ``agree`` is true where all are,
-    ``from_first`` is rank 0's number. ``control``: as in ``open_mailbox``.
-    """
-    reducer, reason = None, ""
-    try:
-        reducer = OneShotReducer(open_mailbox(group, control, torch_device))
-    except (RuntimeError, ImportError, AttributeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-    if not agree(reducer is not None) or reducer is None:
-        return None, f"NCCL only: no symmetric memory ({reason or 'on another rank'})"
-    if not agree(_is_right(reducer, group, torch_device)):
-        return None, "NCCL only: one-shot sums differ from NCCL's"
-    fastest = 0
-    num_rows = 1
-    weight_E = torch.ones(_MEASURED_SIZE, dtype=torch.bfloat16, device=torch_device)
-    while num_rows <= MAX_ROWS:
-        values_TE = torch.zeros(num_rows, _MEASURED_SIZE, dtype=torch.bfloat16, device=torch_device)
-        out = (torch.empty_like(values_TE), torch.empty_like(values_TE))
-        args = (values_TE, torch.zeros_like(values_TE), weight_E, 1e-5, *out)
-        one_shot_s = _seconds(partial(reducer.sum_add_rms_norm, *args), agree)
-        nccl_s = _seconds(partial(_by_nccl, *args, group=group), agree)
-        if one_shot_s < nccl_s:
-            fastest = values_TE.nbytes
-        num_rows *= 2
-    reducer.max_bytes = from_first(fastest)
-    if not reducer.max_bytes:
-        return None, "NCCL only: faster at every size that was measured"
-    return reducer, f"one kernel up to {reducer.max_bytes} bytes, NCCL above"
-
-
-def _by_nccl(partial_TE: Tensor, *others: Any, group: Any) -> None:
-    dist.all_reduce(partial_TE, group=group)
-    add_rms_norm_into(partial_TE, *others)
-
-
-def _is_right(reducer: OneShotReducer, group: Any, torch_device: torch.device) -> bool:
-    """Whether sums of a few sizes equal NCCL's, each in both halves of the memory, alone and with a norm."""
-    generator = torch.Generator(device=torch_device).manual_seed(dist.get_rank())
-    weight_E = torch.ones(_MEASURED_SIZE, dtype=torch.bfloat16, device=torch_device)
-    is_right = True  # to the end in any case: other ranks, to whom all looks well, wait for this one
-    for num_rows in (1, 3, MAX_ROWS):
-        for _ in range(_NUM_HALVES):
-            shape = (num_rows, _MEASURED_SIZE)
-            # Whole numbers, whose sums are exact in any order.
-            values_TE = torch.randint(-8, 8, shape, device=torch_device, generator=generator).bfloat16()
-            wanted, found, residual_TE = values_TE.clone(), values_TE.clone(), torch.ones_like(values_TE)
-            dist.all_reduce(wanted, group=group)
-            reducer.all_reduce(found)
-            is_right &= torch.equal(wanted, found)
-            one, two = [[torch.empty_like(values_TE) for _ in range(2)] for _ in range(2)]
-            reducer.sum_add_rms_norm(values_TE, residual_TE, weight_E, 1e-5, *one)
-            add_rms_norm_into(wanted, residual_TE, weight_E, 1e-5, *two)
-            is_right &= torch.equal(one[0], two[0]) and torch.allclose(one[1], two[1], rtol=0.02, atol=1e-3)
-    return is_right
-
-
-def _seconds(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:
-    """Of one call, as a node of a graph that all ranks replay at the same time; infinite where a rank cannot
-    capture it."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = _captured(run, stream)
-        if not agree(graph is not None) or graph is None:
-            return math.inf
-        seconds = []
-        for _ in range(_NUM_REPEATS):
-            agree(True)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1000 / _NUM_SUMS)
-        graph.reset()
-    return statistics.median(seconds)
-
-
-def _captured(run: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | None:
-    """``_NUM_SUMS`` calls of ``run``; None where that does not work."""
-    run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(_NUM_SUMS):
-                run()
-        finally:
-            graph.capture_end()
-    except RuntimeError as error:
-        logger.info("sums cannot be timed in a graph: %s", error)
-        return None
-    return graph

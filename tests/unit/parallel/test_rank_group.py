@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from gapless.errors import GraphError, RankError
 from gapless.graphs.device.emulated import EmulatedDevice
-from gapless.parallel import collectives, one_shot
+from gapless.parallel import collectives, one_shot_choice
 from gapless.parallel import group as group_module
 from gapless.parallel.group import RankGroup
-from gapless.parallel.one_shot import find_one_shot
+from gapless.parallel.one_shot import MAX_BYTES
+from gapless.parallel.one_shot_choice import find_one_shot
 from gapless.parallel.shard import Shard
 
 CPU = torch.device("cpu")
@@ -219,22 +220,24 @@ class FakeReducer:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any) -> tuple[Any, str]:
-    monkeypatch.setattr(one_shot, "open_mailbox", others.pop("mailbox", lambda *_: None))
-    monkeypatch.setattr(one_shot, "OneShotReducer", FakeReducer)
-    monkeypatch.setattr(one_shot, "_is_right", lambda *_: others.pop("is_right", True))
+    monkeypatch.setattr(one_shot_choice, "open_mailbox", others.pop("mailbox", lambda *_: None))
+    monkeypatch.setattr(one_shot_choice, "OneShotReducer", FakeReducer)
+    monkeypatch.setattr(one_shot_choice, "_is_right", lambda *_: others.pop("is_right", True))
 
     def seconds(call: Any, agree: Any) -> float:
         values, is_ours = call.args[0], call.func is None
         return 1.0 if is_ours == (values.nbytes <= faster_up_to) else 2.0
 
-    monkeypatch.setattr(one_shot, "_seconds", seconds)
-    monkeypatch.setattr(one_shot, "partial", lambda func, *args, **_: SimpleNamespace(func=func, args=args))
+    monkeypatch.setattr(one_shot_choice, "_seconds", seconds)
+    monkeypatch.setattr(
+        one_shot_choice, "partial", lambda func, *args, **_: SimpleNamespace(func=func, args=args)
+    )
     agree = others.pop("agree", lambda is_well: is_well)
     from_first = others.pop("from_first", lambda value: value)
     return find_one_shot(None, None, CPU, agree=agree, from_first=from_first)
 
 
-@pytest.mark.parametrize("limit", [8192, 65536, one_shot.MAX_BYTES])
+@pytest.mark.parametrize("limit", [8192, 65536, MAX_BYTES])
 def test_the_largest_message_that_was_faster_is_the_limit(monkeypatch, limit):
     reducer, why = choose(monkeypatch, faster_up_to=limit)
     assert reducer.max_bytes == limit
