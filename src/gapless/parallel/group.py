@@ -322,7 +322,8 @@ class RankGroup:
     def _abort(self) -> None:
         """NCCL's kernels end then; gloo's calls end when their peer's process does."""
         if self._one_shot is not None:
-            self._one_shot.release_waiting()
+            with suppress(RuntimeError):  # of a device that has failed: nothing waits on it any more
+                self._one_shot.release_waiting()
         for group, device in ((self._tensors, self.torch_device), (self._control, _CPU)):
             with suppress(RuntimeError, AttributeError):
                 group._get_backend(device).abort()

@@ -88,8 +88,10 @@ class OneShotReducer:
         self._release: Callable[[], object] = partial(mailbox.released.fill_, 1)
         if device.type == "cuda":
             # Made ahead: when they are needed, kernels wait on this device, and what loads a kernel or
-            # allocates may wait for these. A copy needs neither.
-            one, stream = torch.ones(1, dtype=torch.int32).pin_memory(), torch.cuda.Stream(device)
+            # allocates may wait for these. A copy needs neither, and streams of high priority have hardware
+            # queues of their own, in which it is not behind them.
+            one = torch.ones(1, dtype=torch.int32).pin_memory()
+            stream = torch.cuda.Stream(device, priority=-1)
             self._release = partial(_copy_on, stream, one, mailbox.released)
 
     def release_waiting(self) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapless.kernels.launch import can_compile_ahead, compiling_ahead
 from gapless.kernels.norm import add_rms_norm_into
 from gapless.parallel.one_shot import MAX_ROWS, NUM_HALVES, OneShotReducer, open_mailbox
 
@@ -48,6 +49,7 @@ def find_one_shot(
         reason = str(error).partition("\n")[0] or type(error).__name__
     if not agree(reducer is not None) or reducer is None:
         return None, f"NCCL only: no symmetric memory ({reason or 'on another rank'})"
+    _compile(reducer, torch_device)
     if not agree(_is_right(reducer, group, torch_device)):
         return None, "NCCL only: one-shot sums differ from NCCL's"
     fastest, num_rows = 0, 1
@@ -65,6 +67,18 @@ def find_one_shot(
     if not reducer.max_bytes:
         return None, "NCCL only: faster at every size that was measured"
     return reducer, f"one kernel up to {reducer.max_bytes} bytes, NCCL above"
+
+
+def _compile(reducer: OneShotReducer, torch_device: torch.device) -> None:
+    """What is launched below, side by side."""
+    if not can_compile_ahead(torch_device):
+        return
+    rows = [torch.zeros(1, _SIZE, dtype=torch.bfloat16, device=torch_device) for _ in range(5)]
+    args = (rows[0], rows[1], rows[2][0], 1e-5, rows[3], rows[4])
+    with compiling_ahead():
+        reducer.all_reduce(rows[0])
+        reducer.sum_add_rms_norm(*args)
+        add_rms_norm_into(*args)
 
 
 def _by_nccl(partial_TE: Tensor, *others: Any, group: Any) -> None:
