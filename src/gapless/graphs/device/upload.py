@@ -10,6 +10,7 @@ copy. Invariant: a slot is written only when its last copy has ended. Read ``pin
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class RawRows:
         self._arrays = tuple(np.ascontiguousarray(part).reshape(-1) for part in parts)
         self.shape, self.finish = shape, finish
         self.num_bytes = sum(array.nbytes for array in self._arrays)
+        assert self.num_bytes <= math.prod(shape), "rows of more bytes than values do not fit a ring"
 
     def write(self, host: np.ndarray) -> None:
         """All bytes to the front of ``host``."""
