@@ -103,6 +103,16 @@ def test_every_head_layout(num_heads: int, num_kv_heads: int, max_query_len: int
     )
 
 
+@pytest.mark.parametrize("num_heads", [3, 6, 12])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("requests", [[(0, 1024)], [(333, 700), (0, 1), (0, 0), (127, 1), (64, 500)]])
+def test_long_prompts_at_every_head_size_of_the_hopper_kernel(
+    requests: list[tuple[int, int]], head_size: int, num_heads: int
+) -> None:
+    shape = {"num_heads": num_heads, "num_kv_heads": 3, "head_size": head_size}
+    compare(requests, dtype=torch.bfloat16, pad_tokens=200, **shape)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_ragged_batches(seed: int) -> None:
     rng = random.Random(seed)

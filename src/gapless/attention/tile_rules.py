@@ -62,6 +62,27 @@ def prefill_tile(*, group: int, head_size: int, itemsize: int, num_tokens: int) 
 
 
 @functools.lru_cache(maxsize=4096)
+def hopper_tile(
+    *, group: int, head_size: int, itemsize: int, num_tokens: int, window: int
+) -> PrefillTile | None:
+    """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. Tiles have 64 rows or
+    more, because that is what a tensor-core product of a warpgroup takes."""
+    if head_size not in (64, 128) or itemsize != 2 or window or num_tokens < _SHORT_HOPPER_PREFILL:
+        return None
+    is_long = num_tokens >= _LONG_PREFILL
+    rows = 128 if is_long else 64
+    pack = min(group & -group, rows)
+    return PrefillTile(
+        block_q=rows // pack,
+        pack=pack,
+        block_n=128 if is_long else 64,
+        num_warps=8 if is_long else 4,
+        num_stages=2 if is_long else 3,
+        split_loop=True,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
 def decode_tile(
     *, group: int, head_size: int, itemsize: int, max_query_len: int, num_programs: int, max_keys: int
 ) -> DecodeTile | None:
@@ -93,6 +114,7 @@ def decode_tile(
 
 _LONG_PREFILL = 1024
 """Tokens from which large tiles win: at 512 they leave multiprocessors idle."""
+_SHORT_HOPPER_PREFILL = 128
 _ENOUGH_PROGRAMS = 128
 """About one for each of 132 multiprocessors. More splits only add to the merge."""
 _MAX_SPLITS = 16

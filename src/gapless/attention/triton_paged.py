@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
-from gapless.attention.tile_rules import DecodeTile, PrefillTile, decode_tile, prefill_tile
+from gapless.attention.hopper_prefill import can_run_hopper, prefill_hopper
+from gapless.attention.tile_rules import DecodeTile, PrefillTile, decode_tile, hopper_tile, prefill_tile
 from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
@@ -154,14 +155,14 @@ def triton_paged_attention(
     # A small prefill bucket has a slot per token; nearly all of them are empty.
     if decode is not None and num_reqs * max_query_len <= num_tokens <= num_reqs * decode.block_q:
         _decode(decode, max_query_len, tensors, batch, arguments, fixed)
+        return
+    size = {"group": group, "head_size": head_size, "itemsize": query_THD.element_size()}
+    hopper = hopper_tile(**size, num_tokens=num_tokens, window=fixed.window)
+    if hopper is not None and can_run_hopper(query_THD, k_cache, v_cache):
+        grid = _prefill_grid(hopper, query_THD, seq_lens)
+        prefill_hopper(hopper, grid, (*tensors, *batch), arguments, group=group)
     else:
-        prefill = prefill_tile(
-            group=group,
-            head_size=head_size,
-            itemsize=query_THD.element_size(),
-            num_tokens=num_tokens,
-        )
-        _prefill(prefill, tensors, batch, arguments, fixed)
+        _prefill(prefill_tile(**size, num_tokens=num_tokens), tensors, batch, arguments, fixed)
 
 
 _write_kv, _paged_attention = direct(triton_write_kv), direct(triton_paged_attention)
@@ -174,15 +175,17 @@ def _prefill(
     arguments: tuple[int | float, ...],
     fixed: _Fixed,
 ) -> None:
-    num_tokens, num_heads, _ = tensors[0].shape
-    num_reqs = batch[1].shape[0]
+    args = (*tensors, *batch, *arguments)
+    grid = _prefill_grid(tile, tensors[0], batch[1])
+    launch(_kernels().prefill_attention_kernel, grid, args, _prefill_constants(tile, fixed))
+
+
+def _prefill_grid(tile: PrefillTile, query_THD: Tensor, seq_lens: Tensor) -> tuple[int, int]:
+    num_tokens, num_heads, _ = query_THD.shape
     # Each request may end with a tile of its own. Programs take several tiles, so there need not be one for
     # every request slot of the bucket: most slots are empty.
-    num_tiles = -(-num_tokens // tile.block_q) + min(num_reqs, _SPARE_TILES)
-    num_tiles = min(max(num_tiles, 1), _MOST_TILES)
-    grid = (num_heads // tile.pack, num_tiles)
-    args = (*tensors, *batch, *arguments)
-    launch(_kernels().prefill_attention_kernel, grid, args, _prefill_constants(tile, fixed))
+    num_tiles = -(-num_tokens // tile.block_q) + min(seq_lens.shape[0], _SPARE_TILES)
+    return num_heads // tile.pack, min(max(num_tiles, 1), _MOST_TILES)
 
 
 def _decode(

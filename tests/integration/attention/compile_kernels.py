@@ -14,9 +14,10 @@ import triton
 from sass import disassemble, unwritten_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from gapless.attention import triton_decode, triton_kernels, triton_varlen
-from gapless.attention.tile_rules import decode_tile, prefill_tile
+from gapless.attention import hopper_kernels, hopper_prefill, triton_decode, triton_kernels, triton_varlen
+from gapless.attention.tile_rules import decode_tile, hopper_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
 _SEGMENTS = ("cu_seqlens", "cu_seqlens_kk")
@@ -29,6 +30,7 @@ def compile_kernel(
     constants: dict,
     options: dict,
     unaligned: tuple[str, ...] = (),
+    source_type: type[ASTSource] = ASTSource,
 ) -> int:
     """``unaligned``: arguments that 16 does not divide."""
     signature = dict.fromkeys(kernel.arg_names, "i32")
@@ -46,7 +48,7 @@ def compile_kernel(
     places = {name: index for index, name in enumerate(kernel.arg_names)}
     aligned = [n for n, kind in signature.items() if kind.startswith("*") or "stride" in n]
     aligned = [n for n in aligned if n not in unaligned]
-    source = ASTSource(
+    source = source_type(
         kernel,
         signature=signature,
         constexprs={(places[name],): value for name, value in constants.items()},
@@ -54,8 +56,12 @@ def compile_kernel(
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
-        unwritten = unwritten_registers(disassemble(compiled.asm["cubin"], Path(folder)))
+        assembly = disassemble(compiled.asm["cubin"], Path(folder))
+    unwritten = unwritten_registers(assembly)
     assert not unwritten, f"{kernel.__name__} {constants} {options}: {unwritten}"
+    # Where it runs out of registers the assembler waits for every single product.
+    waits = assembly.count("WARPGROUP.DEPBAR"), compiled.asm["ptx"].count("wgmma.wait_group")
+    assert waits[0] <= waits[1], f"{kernel.__name__} {constants} {options}: {waits[0]} waits for {waits[1]}"
     return compiled.metadata.shared
 
 
@@ -103,9 +109,25 @@ def main() -> None:
         print(compile_kernel(kernel, dtype, {**both, **constants}, options))
     merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
+    compile_hopper_kernels([(2, 128, 4096)])
     compile_encoder_kernels([(80, 8192, 8)])
     if "--all" in sys.argv:
+        compile_hopper_kernels([(4, 128, 512), (1, 128, 4096), (3, 64, 4096), (3, 64, 512)])
         compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
+
+
+def compile_hopper_kernels(shapes: list[tuple[int, int, int]]) -> None:
+    """``shapes``: groups, head sizes and numbers of tokens."""
+    for group, head_size, num_tokens in shapes:
+        tile = hopper_tile(group=group, head_size=head_size, itemsize=2, num_tokens=num_tokens, window=0)
+        assert tile is not None
+        constants = dict(
+            hopper_prefill._constants(tile, group, head_size, 16, 8 * head_size, torch.device("cpu"))
+        )
+        options = {"num_warps": constants.pop("num_warps")}
+        constants["EARLY"] = True
+        kernel = hopper_kernels.hopper_prefill_kernel
+        print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
 
 
 def compile_encoder_kernels(shapes: list[tuple[int, int, int]]) -> None:
