@@ -157,6 +157,8 @@ def main() -> None:
             weight = torch.zeros(num_heads + num_kv_heads, head_size, dtype=dtype)
             caches = poisoned_caches(2, 16, num_kv_heads, head_size, dtype=dtype)
             rope_cache.rotate_into_cache(qkv, weight, 1e-6, rope, index, index, *caches)
+            many = torch.zeros(rope_cache._MANY_TOKENS, columns, dtype=dtype), index.new_zeros(rope_cache._MANY_TOKENS)
+            rope_cache.rotate_into_cache(many[0], weight, 1e-6, rope, many[1], many[1], *caches)
             rope_cache.rotate_heads(qkv, None, 1e-6, rope, index, num_kv_heads)
             positions, frequencies = index.expand(3, -1).contiguous(), torch.rand(head_size // 2)
             mrope.axis_rows(positions, frequencies, index[:1].expand(head_size // 2), 1.0, dtype)

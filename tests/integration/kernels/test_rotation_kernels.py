@@ -160,10 +160,20 @@ def test_caches_of_two_layouts_are_refused() -> None:
         rotate_into_cache(torch.empty(1, 8 * 16), None, 0.0, rope, one, one, k_cache, v_cache)
 
 
+@pytest.mark.parametrize(("is_many", "most"), [(False, 512), (True, 1024)], ids=["few", "many"])
 @pytest.mark.parametrize("half_pad", [4, 32, 64, 128])
 @pytest.mark.parametrize("num_heads", [3, 15, 32, 48, 96])
-def test_tiles_are_powers_of_two_and_small(num_heads: int, half_pad: int) -> None:
-    tile = rope_cache._tile_heads(num_heads, half_pad=half_pad)
+def test_tiles_are_powers_of_two_and_small(num_heads: int, half_pad: int, is_many: bool, most: int) -> None:
+    tile = rope_cache._tile_heads(num_heads, half_pad=half_pad, is_many=is_many)
     assert tile & (tile - 1) == 0
-    assert tile * half_pad <= 512
+    assert tile * half_pad <= most
     assert tile < 2 * num_heads
+
+
+def test_many_tokens_give_what_few_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, rope = torch.randn(40, (24 + 2 * 3) * 16), make_rope(16, num_positions=64, dtype=torch.float32)
+    positions, weight = torch.randint(0, 64, (40,), dtype=torch.int32), torch.rand(27, 16)
+    few = rotate_heads(qkv, weight, 1e-6, rope, positions, 3)
+    monkeypatch.setattr(rope_cache, "_MANY_TOKENS", 1)
+    monkeypatch.setattr(rope_cache, "_WIDE_TILE_ELEMENTS", 64)
+    torch.testing.assert_close(rotate_heads(qkv, weight, 1e-6, rope, positions, 3), few)
