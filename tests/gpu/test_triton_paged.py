@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gapless.attention import hopper_prefill
 from gapless.attention.base import AttentionMetadata
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.triton_paged import TritonPagedBackend
@@ -103,13 +104,29 @@ def test_every_head_layout(num_heads: int, num_kv_heads: int, max_query_len: int
     )
 
 
+@pytest.fixture(params=["triton", "gluon"])
+def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the kernel that does prefill attention."""
+    if request.param == "gluon" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9")
+    monkeypatch.setenv("GAPLESS_HOPPER_ATTENTION", str(int(request.param == "gluon")))
+    hopper_prefill._has_kernel.cache_clear()
+    yield request.param
+    hopper_prefill._has_kernel.cache_clear()
+
+
 @pytest.mark.parametrize("num_heads", [3, 6, 12])
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("requests", [[(0, 1024)], [(333, 700), (0, 1), (0, 0), (127, 1), (64, 500)]])
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (128, 16), (128, 128)])
+@pytest.mark.parametrize(
+    "requests", [[(0, 1024)], [(333, 700), (0, 1), (0, 0), (127, 1), (64, 500)], [(1000, 3200)]]
+)
 def test_long_prompts_at_every_head_size_of_the_hopper_kernel(
-    requests: list[tuple[int, int]], head_size: int, num_heads: int
+    language: str, requests: list[tuple[int, int]], head_size: int, block_size: int, num_heads: int
 ) -> None:
-    shape = {"num_heads": num_heads, "num_kv_heads": 3, "head_size": head_size}
+    batch = make_batch([(0, 16)], head_size=head_size, dtype=torch.bfloat16, device="cuda")
+    is_gluon = hopper_prefill.can_run_hopper(batch.query, batch.k_cache, batch.v_cache)
+    assert is_gluon == (language == "gluon")
+    shape = {"num_heads": num_heads, "num_kv_heads": 3, "head_size": head_size, "block_size": block_size}
     compare(requests, dtype=torch.bfloat16, pad_tokens=200, **shape)
 
 

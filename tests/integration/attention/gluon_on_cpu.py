@@ -203,7 +203,7 @@ class Machine:
             store=store,
             program_id=lambda axis: self._program[axis],
             num_programs=lambda axis: self._grid[axis],
-            arange=lambda start, end, layout: torch.arange(start, end),
+            arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),  # wraps as there
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             allocate_shared_memory=lambda dtype, shape, layout: Buffer(
