@@ -4,7 +4,9 @@ torch names every exchange by a number that counts those of the *process* (``Sto
 2.13; pytorch#196082). The first rank lives on when an engine ends and the others are fresh processes each
 time, so from its second engine on it would wait for keys that nobody sets. Here both count from the first
 number that this engine has seen. The group that torch is given has that store and nothing else to do.
-Invariant: a peer that does not come is given up after ``timeout_s``. Read ``one_shot.py`` for the sums.
+Invariants: a peer that does not come is given up after ``timeout_s``; a group never finds what an earlier
+one of the same ranks has left, or it would take handles before its peers have made them. Read ``one_shot.py``
+for the sums.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ class ExchangeGroup:
         name: Any = f"gapless-exchange-{next(_names)}"  # torch's type for names is private
         self.name = name
         """Never used twice: torch keeps what it finds by name."""
-        self._store = ExchangeStore(group.get_group_store())
+        store = group.get_group_store()
+        # Counted by the ranks' own store, so all count alike.
+        ordinal = store.add(f"gapless-exchanges-of/{group.rank()}", 1)
+        self._store = ExchangeStore(dist.PrefixStore(f"gapless-exchange-{ordinal}", store))
         self._group = dist.ProcessGroup(self._store, group.rank(), group.size())
         cpu = torch.device("cpu")
         self._group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, control._get_backend(cpu))

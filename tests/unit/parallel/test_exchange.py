@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -83,5 +84,16 @@ def test_torch_finds_the_group_and_its_store_by_name(ranks: RankGroup):
     found = c10d._resolve_process_group(exchange.name)
     assert (found.rank(), found.size()) == (0, 1)
     found.get_group_store().set("memory/9/0", b"here")
-    assert ranks._tensors.get_group_store().get("memory/0/0") == b"here"
+    assert found.get_group_store().get("memory/9/0") == b"here"
     assert ExchangeGroup(ranks._tensors, ranks._control).name != exchange.name
+
+
+def test_the_next_exchange_of_the_same_ranks_does_not_find_what_the_last_one_left(ranks: RankGroup):
+    """Or it would not wait, and use handles before its peer has made them."""
+    for number in range(2):
+        exchange = ExchangeGroup(ranks._tensors, ranks._control)
+        store = c10d._resolve_process_group(exchange.name).get_group_store()
+        with pytest.raises(RuntimeError):
+            store.wait([f"memory/{number}/0"], timedelta(seconds=0.05))
+        store.set(f"memory/{number}/0", b"here")
+        store.wait([f"memory/{number}/0"])
