@@ -30,6 +30,10 @@ class Peers(Protocol):
     def capturing(self) -> AbstractContextManager[None]:
         """Around every capture: what was queued before has ended, and collectives may be recorded."""
 
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Around all captures of a store: what runs between them are warm-ups, whose results nobody
+        reads."""
+
 
 class PeerCaptureError(CaptureError):
     """The capture went well here and failed elsewhere."""

@@ -13,7 +13,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -243,7 +243,8 @@ class GraphStore:
         self._pool = self.shared_pool.open(self)
         self.state = StoreState.CAPTURING
         try:
-            with capture_pass(self.device, collects=not self._stays_open):
+            warming_up = nullcontext() if self.peers is None else self.peers.warming_up()
+            with capture_pass(self.device, collects=not self._stays_open), warming_up:
                 yield
         except BaseException:
             self.state = StoreState.BUILDING

@@ -1,18 +1,19 @@
-"""The process group of the ranks that hold one model: collectives on the device, agreements on the host.
+"""The process group of the ranks that hold one model: how it begins, what it sums on the device, how it ends.
 
 Two torch groups lie under it: one for tensors (NCCL on CUDA, gloo on a CPU) and one for small decisions
-(always gloo), so that agreeing on something never touches a stream. Ranks run the same code in the same
-order; whoever leaves that order on purpose says so by ``agree(False)``. Invariants: no collective is captured
-before both communicators have been used once and outside ``capturing``; after ``fail`` every call raises the
-reason instead of waiting for a rank that is gone. NVLink multicast stays off. Read ``collectives.py`` for the
-operators of a model, ``launch.py`` for how ranks find each other.
+(always gloo), which ``agreements.py`` makes. Invariants: no collective is captured before both communicators
+have been used once and outside ``capturing``; after ``fail`` every call raises the reason instead of waiting
+for a rank that is gone; what is left out (``apart``, ``warming_up``) is left out by all ranks. NVLink
+multicast stays off. Read ``collectives.py`` for the operators of a model, ``engine/ranks.py`` for how ranks
+find each other.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -27,10 +28,13 @@ from gapless.errors import GraphError, RankError
 from gapless.graphs.device.destructors import wait_for_destructors
 from gapless.kernels.launch import is_compiling_ahead
 from gapless.kernels.norm import add_rms_norm_into
+from gapless.parallel.agreements import Agreements
 from gapless.parallel.one_shot import OneShotReducer
 from gapless.parallel.one_shot_choice import find_one_shot
 from gapless.parallel.shard import Shard
 
+NUM_WARM_UPS = 2
+"""Of each kind of sum: the first makes what is made lazily, the second sees it."""
 TIMEOUT_S = 600.0
 """A rank that is alive and does not come is given up after this; one that has died is seen at once."""
 _LEAVE_S = 3.0
@@ -39,13 +43,11 @@ _DESTRUCTORS_S = 10.0
 """Thousands of graphs take the driver well under a second."""
 _LOOK_S = 0.1
 """So often, while a group is left, somebody looks whether a rank has failed."""
-_REASON_WAIT_S = 5.0
-"""A collective that fails because its peer has gone waits so long for that peer's own words."""
 
 _handles = itertools.count(1)
 
 
-class RankGroup:
+class RankGroup(Agreements):
     """Rank ``rank`` of ``size``, which meet in ``store``. Every rank must make it at about the same time."""
 
     def __init__(
@@ -60,14 +62,15 @@ class RankGroup:
     ) -> None:
         """``break_at_all_reduce``: breakable graphs end before each sum over ranks and begin anew behind
         it."""
+        super().__init__()
         self.shard = Shard(rank=rank, size=size, group=next(_handles))
         self.torch_device = torch_device
         self.breaks = break_at_all_reduce
         self.sums_by = "NCCL" if torch_device.type == "cuda" else "gloo"
         """In words, for the report."""
         self._one_shot: OneShotReducer | None = None
-        self._failure: RankError | None = None
-        self._failed = threading.Event()
+        self._num_warm_ups: Counter[Any] | None = None
+        """By kind of sum, inside ``warming_up``."""
         self._threads_before: int | None = None
         self._is_apart = self._is_capturing = self._is_warm = self._is_closed = False
         self._owns_world = not dist.is_initialized()
@@ -94,33 +97,10 @@ class RankGroup:
                 options.asyncOp = False  # on the current stream, as any other kernel
         self._warm_up()
 
-    @property
-    def rank(self) -> int:
-        return self.shard.rank
-
-    @property
-    def size(self) -> int:
-        return self.shard.size
-
-    @property
-    def failure(self) -> RankError | None:
-        return self._failure
-
-    def fail(self, error: RankError) -> None:
-        """Note that the ranks cannot go on (the first reason stays) and wake whoever waits in a collective.
-        May be called from any thread."""
-        if self._failure is None:
-            self._failure = error
-        self._failed.set()
-        self._abort()
-
-    def check(self) -> None:
-        """Raises the reason if the ranks cannot go on."""
-        if self._failure is not None:
-            raise RankError(str(self._failure))
-
     def all_reduce(self, partial: Tensor) -> None:
         """Sum over ranks, in place, on the current stream."""
+        if self._is_left_out(partial, "sum"):
+            return
         if (one_shot := self._one_shot_for(partial)) is not None:
             one_shot.all_reduce(partial)
             return
@@ -140,6 +120,10 @@ class RankGroup:
         normed_TE: Tensor,
     ) -> None:
         """``add_rms_norm_into`` of the sum of all ranks' ``partial_TE``, which may be overwritten with it."""
+        if self._is_left_out(partial_TE, "sum and norm"):
+            # Not nothing: what was never written may hold NaN, which would go on into the cache.
+            add_rms_norm_into(partial_TE, residual_TE, weight_E, eps, sum_TE, normed_TE)
+            return
         if (one_shot := self._one_shot_for(partial_TE)) is not None:
             one_shot.sum_add_rms_norm(partial_TE, residual_TE, weight_E, eps, sum_TE, normed_TE)
             return
@@ -157,36 +141,6 @@ class RankGroup:
                 _wait(self._tensors._allgather_base(gathered, local_RC.contiguous(), self._gather))
         side_by_side = gathered.view(self.size, num_rows, local_columns).transpose(0, 1)
         return side_by_side.reshape(num_rows, -1)[:, :num_columns].contiguous()
-
-    def agree(self, is_well: bool = True) -> bool:
-        """True when every rank says so. Also a barrier. Raises ``RankError``."""
-        return bool(self.minimum([int(is_well)])[0])
-
-    def first_problem(self, own: str | None = None) -> str | None:
-        """What the first rank with a problem says of it, with its number; None when all are well. Every rank
-        waits here for all others."""
-        if self.agree(own is None):
-            return None
-        told: list[str | None] = [None] * self.size
-        with self._guarded():
-            dist.all_gather_object(told, own, group=self._control)
-        return next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
-
-    def minimum(self, values: Sequence[int]) -> list[int]:
-        """The smallest of all ranks' values, one by one."""
-        if not values:
-            return []
-        least = torch.tensor(values, dtype=torch.int64)
-        with self._guarded():
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
-        return least.tolist()
-
-    def from_first(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
-        told = torch.tensor([value], dtype=torch.int64)
-        with self._guarded():
-            dist.broadcast(told, src=dist.get_global_rank(self._control, 0), group=self._control)
-        return int(told[0])
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -211,15 +165,20 @@ class RankGroup:
         finally:
             self._is_apart = False
 
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Inside the block what runs outside of ``capturing`` is a warm-up: every kind of sum is made
+        ``NUM_WARM_UPS`` times, on all ranks, and left out afterwards. A forward holds dozens of each, and
+        with every one ranks wait for the slowest of them."""
+        self._num_warm_ups = Counter()
+        try:
+            yield
+        finally:
+            self._num_warm_ups = None
+
     def report(self) -> dict[str, Any]:
         """For the report of an engine."""
         return {"size": self.size, "sums_by": self.sums_by, "breaks_at_sums": self.breaks}
-
-    def wait_for(self, is_done: Callable[[], bool]) -> None:
-        """Spin until the device is done. Raises ``RankError`` when a rank fails meanwhile: kernels that wait
-        for it may never end."""
-        while not is_done():
-            self.check()
 
     def find_one_shot(self) -> None:
         """Sum small tensors in one kernel from now on, where that is there and quicker. Every rank calls it,
@@ -289,6 +248,15 @@ class RankGroup:
             raise RankError(f"rank {self.rank}: the first sum over {self.size} ranks came out wrong")
         self._is_warm = True
 
+    def _is_left_out(self, partial: Tensor, kind: str) -> bool:
+        """Whether this is a sum of a warm-up that has been made often enough."""
+        counts = self._num_warm_ups
+        if counts is None or self._is_capturing or self._is_apart:
+            return False
+        key = (kind, partial.shape, partial.dtype)
+        counts[key] += 1
+        return counts[key] > NUM_WARM_UPS
+
     def _one_shot_for(self, partial: Tensor) -> OneShotReducer | None:
         """What sums such values in one kernel; None: not that."""
         if self._one_shot is None or not self._one_shot.serves(partial):
@@ -307,23 +275,12 @@ class RankGroup:
                 "through a GraphStore that knows its peers"
             )
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """What a collective raises when a peer has gone, as that peer's reason."""
-        self.check()
-        try:
-            yield
-        except RuntimeError as error:
-            # Who noticed first, this collective or whoever watches the processes, is a matter of luck.
-            self._failed.wait(_REASON_WAIT_S)
-            self.check()
-            raise RankError(f"rank {self.rank} of {self.size}: a collective failed: {error}") from error
-
     def _abort(self) -> None:
         """NCCL's kernels end then; gloo's calls end when their peer's process does."""
-        if self._one_shot is not None:
+        one_shot = self._one_shot  # once: a thread that leaves the group lets go of it
+        if one_shot is not None:
             with suppress(RuntimeError):  # of a device that has failed: nothing waits on it any more
-                self._one_shot.release_waiting()
+                one_shot.release_waiting()
         for group, device in ((self._tensors, self.torch_device), (self._control, _CPU)):
             with suppress(RuntimeError, AttributeError):
                 group._get_backend(device).abort()

@@ -24,6 +24,7 @@ class FakePeers:
         self.problems = problems or {}
         self.told: list[str | None] = []
         self.num_scopes = 0
+        self.is_warming_up = False
 
     def first_problem(self, own: str | None = None) -> str | None:
         self.told.append(own)
@@ -36,6 +37,13 @@ class FakePeers:
     def capturing(self):
         self.num_scopes += 1
         yield
+
+    @contextmanager
+    def warming_up(self):
+        assert not self.is_warming_up
+        self.is_warming_up = True
+        yield
+        self.is_warming_up = False
 
 
 @eager_break
@@ -69,6 +77,14 @@ def test_every_process_is_asked_before_at_breaks_and_after(device, strategy, que
     assert peers.told == [None] * questions
     assert peers.num_scopes == 1
     assert entry.row.key.mode is (RuntimeMode.FULL if strategy is Strategy.FULL else RuntimeMode.PIECEWISE)
+
+
+def test_what_runs_between_captures_is_a_warm_up_until_the_store_closes(device):
+    peers = FakePeers()
+    store = GraphStore(device, peers=peers)
+    with store.capturing():
+        assert peers.is_warming_up
+    assert not peers.is_warming_up
 
 
 @pytest.mark.parametrize(("fails_at", "questions_before"), [(0, 1), (1, 2)])

@@ -177,6 +177,70 @@ def test_small_sums_go_through_one_kernel_where_there_is_one(group):
     assert small == [(4,), (4, 5)]
 
 
+def test_a_rank_that_is_lost_while_the_group_is_left_still_ends_what_waits(group, monkeypatch):
+    """The sums' memory may go, in the thread that leaves, just when the thread that watches lets go of it."""
+    ended: list[str] = []
+
+    class Leaving(RankGroup):
+        looks = 0
+
+        @property
+        def _one_shot(self) -> Any:
+            self.looks += 1
+            return SimpleNamespace(release_waiting=lambda: None) if self.looks == 1 else None
+
+    lost = object.__new__(Leaving)
+    backend = SimpleNamespace(abort=lambda: ended.append("aborted"))
+    lost._tensors = lost._control = SimpleNamespace(_get_backend=lambda device: backend)
+    lost.torch_device, lost._failure, lost._failed = CPU, None, threading.Event()
+    lost.fail(RankError("lost"))
+    assert ended == ["aborted"] * 2
+
+
+def test_warm_ups_make_each_kind_of_sum_twice_and_leave_out_the_rest(group, monkeypatch):
+    """What is lazy about a kind has happened by then, and nobody reads what such runs compute."""
+    made: list[tuple[str, int]] = []
+    group._one_shot = SimpleNamespace(
+        serves=lambda values: values.numel() < 10,
+        all_reduce=lambda values: made.append(("small", values.numel())),
+        sum_add_rms_norm=lambda values, *others: made.append(("with norm", values.numel())),
+    )
+    tensors = SimpleNamespace(allreduce=lambda values, options: made.append(("large", values[0].numel())))
+    monkeypatch.setattr(group, "_tensors", tensors)
+    monkeypatch.setattr(
+        group_module, "add_rms_norm_into", lambda *args: made.append(("norm", args[0].numel()))
+    )
+
+    def forward() -> None:
+        for size in (4, 40):
+            for _ in range(5):
+                group.all_reduce(torch.ones(1, size))
+                group.sum_add_rms_norm(torch.ones(1, size), *([torch.ones(1, size)] * 5))
+
+    forward()
+    assert len(made) == 25
+    for _ in range(2):  # each time anew
+        made.clear()
+        with group.warming_up():
+            forward()
+            forward()
+            counts = {kind: made.count(kind) for kind in made}
+            assert counts == {
+                ("small", 4): 2,
+                ("with norm", 4): 2,
+                ("norm", 4): 8,  # without the sum: memory that was never written may hold NaN
+                ("large", 40): 2,  # the same kind, whatever stands behind it
+                ("norm", 40): 10,
+            }
+            made.clear()
+            with group.capturing():
+                forward()
+            assert len(made) == 25, "a capture, and what it runs between its segments, is whole"
+    made.clear()
+    forward()
+    assert len(made) == 25
+
+
 @pytest.mark.parametrize("is_compiling", [False, True])
 def test_ranks_apart_compile_the_one_kernel_and_never_run_it(group, monkeypatch, is_compiling):
     asked: list[int] = []

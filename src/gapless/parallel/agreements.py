@@ -1,0 +1,111 @@
+"""What the ranks of one model decide together on the host, and the reason why they cannot go on.
+
+Decisions go through a group of their own (gloo), so that agreeing on something never touches a stream. Ranks
+run the same code in the same order; whoever leaves that order on purpose says so by ``agree(False)``.
+Invariant: after ``fail`` every call raises the reason instead of waiting for a rank that is gone. Read
+``group.py`` for the group that decides here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gapless.errors import RankError
+from gapless.parallel.shard import Shard
+
+_REASON_WAIT_S = 5.0
+"""A collective that fails because its peer has gone waits so long for that peer's own words."""
+
+
+class Agreements:
+    """One rank's part in them. Whoever inherits sets ``shard`` and ``_control``, the gloo group, and says in
+    ``_abort`` how those who wait in a collective are woken."""
+
+    shard: Shard
+    _control: Any
+
+    def __init__(self) -> None:
+        self._failure: RankError | None = None
+        self._failed = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        return self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return self.shard.size
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._failure
+
+    def fail(self, error: RankError) -> None:
+        """Note that the ranks cannot go on (the first reason stays) and wake whoever waits in a collective.
+        May be called from any thread."""
+        if self._failure is None:
+            self._failure = error
+        self._failed.set()
+        self._abort()
+
+    def check(self) -> None:
+        """Raises the reason if the ranks cannot go on."""
+        if self._failure is not None:
+            raise RankError(str(self._failure))
+
+    def agree(self, is_well: bool = True) -> bool:
+        """True when every rank says so. Also a barrier. Raises ``RankError``."""
+        return bool(self.minimum([int(is_well)])[0])
+
+    def first_problem(self, own: str | None = None) -> str | None:
+        """What the first rank with a problem says of it, with its number; None when all are well. Every rank
+        waits here for all others."""
+        if self.agree(own is None):
+            return None
+        told: list[str | None] = [None] * self.size
+        with self._guarded():
+            dist.all_gather_object(told, own, group=self._control)
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+
+    def minimum(self, values: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' values, one by one."""
+        if not values:
+            return []
+        least = torch.tensor(values, dtype=torch.int64)
+        with self._guarded():
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
+        return least.tolist()
+
+    def from_first(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        told = torch.tensor([value], dtype=torch.int64)
+        with self._guarded():
+            dist.broadcast(told, src=dist.get_global_rank(self._control, 0), group=self._control)
+        return int(told[0])
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Spin until the device is done. Raises ``RankError`` when a rank fails meanwhile: kernels that wait
+        for it may never end."""
+        while not is_done():
+            self.check()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What a collective raises when a peer has gone, as that peer's reason."""
+        self.check()
+        try:
+            yield
+        except RuntimeError as error:
+            # Who noticed first, this collective or whoever watches the processes, is a matter of luck.
+            self._failed.wait(_REASON_WAIT_S)
+            self.check()
+            raise RankError(f"rank {self.rank} of {self.size}: a collective failed: {error}") from error
+
+    def _abort(self) -> None:
+        raise NotImplementedError
