@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,32 +49,39 @@ TYPE_NAMES = {
 }
 
 
-class CompilingKernels:
-    """Stands in for the module of kernels: a launch compiles and notes what came out."""
+Describe = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
-    def __init__(self, source: Any) -> None:
-        self.source = source
+
+class CompilingKernels:
+    """Stands in for the module of kernels: a launch compiles and notes what came out, and what ``describe``
+    says of arguments and constants."""
+
+    def __init__(self, source: Any, describe: Describe | None = None) -> None:
+        self.source, self.describe = source, describe
 
     def __getattr__(self, name: str) -> Any:
-        return Launcher(getattr(self.source, name))
+        return Launcher(getattr(self.source, name), self.describe)
 
 
 class Launcher:
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, describe: Describe | None) -> None:
+        self.kernel, self.describe = kernel, describe
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int, num_stages: int = 3, launch_pdl: bool = False, **constants: Any
+        ) -> None:
             assert launch_pdl == ("EARLY" in constants)
             constants.pop("enable_fp_fusion", None)  # an option of the compiler
-            report = compile_launch(self.kernel, args, constants, num_warps)
-            print(json.dumps({"kernel": self.kernel.__name__, "grid": grid, **report}))
+            described = {} if self.describe is None else self.describe(args, constants)
+            report = compile_launch(self.kernel, args, constants, num_warps, num_stages)
+            print(json.dumps({"kernel": self.kernel.__name__, "grid": grid, **described, **report}))
 
         return launch
 
 
 def compile_launch(
-    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int = 3
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int
 ) -> dict[str, Any]:
     signature: dict[str, str] = {}
     aligned = []
@@ -157,7 +165,10 @@ def main() -> None:
             weight = torch.zeros(num_heads + num_kv_heads, head_size, dtype=dtype)
             caches = poisoned_caches(2, 16, num_kv_heads, head_size, dtype=dtype)
             rope_cache.rotate_into_cache(qkv, weight, 1e-6, rope, index, index, *caches)
-            many = torch.zeros(rope_cache._MANY_TOKENS, columns, dtype=dtype), index.new_zeros(rope_cache._MANY_TOKENS)
+            many = (
+                torch.zeros(rope_cache._MANY_TOKENS, columns, dtype=dtype),
+                index.new_zeros(rope_cache._MANY_TOKENS),
+            )
             rope_cache.rotate_into_cache(many[0], weight, 1e-6, rope, many[1], many[1], *caches)
             rope_cache.rotate_heads(qkv, None, 1e-6, rope, index, num_kv_heads)
             positions, frequencies = index.expand(3, -1).contiguous(), torch.rand(head_size // 2)

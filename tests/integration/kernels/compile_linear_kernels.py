@@ -5,11 +5,8 @@ Run by ``test_compiled_linear.py`` in a process of its own, where Triton is not 
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import torch
-from compile_fused_kernels import compile_launch
+from compile_fused_kernels import CompilingKernels
 
 from gapless.kernels import linear, linear_jit
 from gapless.kernels.linear_choice import default_tiles
@@ -25,26 +22,9 @@ CASES = (
 """Tokens, whether gate and up (then with a bias), and rows and columns of the weights."""
 
 
-class CompilingKernels:
-    def __getattr__(self, name: str) -> Any:
-        return Launcher(getattr(linear_jit, name))
-
-
-class Launcher:
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, num_stages: int, launch_pdl: bool, **constants: Any) -> None:
-            assert launch_pdl
-            report = compile_launch(self.kernel, args, constants, num_warps)
-            print(json.dumps({"kernel": self.kernel.__name__, "early": constants["NUM_EARLY"], **report}))
-
-        return launch
-
-
 def main() -> None:
-    linear._kernels = CompilingKernels  # type: ignore[assignment]
+    kernels = CompilingKernels(linear_jit, lambda args, constants: {"early": constants["NUM_EARLY"]})
+    linear._kernels = lambda: kernels  # type: ignore[assignment, return-value]
     linear.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}
     for dtype, num_tokens, is_gated, shapes in CASES:
         for num_rows, num_in in shapes:

@@ -6,11 +6,10 @@ Run by ``test_compiled_moe.py`` in a process of its own, where Triton is not int
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
-from compile_fused_kernels import compile_launch
+from compile_fused_kernels import CompilingKernels
 
 from gapless.kernels import moe, moe_jit, moe_product_jit, moe_sum, moe_sum_jit
 
@@ -18,33 +17,8 @@ NUM_EXPERTS, TOP_K, HIDDEN, SIZE = 128, 8, 2048, 768
 CASES = ((torch.bfloat16, 1), (torch.float16, 32), (torch.bfloat16, 2048), (torch.float32, 256))
 
 
-class CompilingKernels:
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return Launcher(getattr(self.source, name))
-
-
-class Launcher:
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(
-            *args: Any, num_warps: int, launch_pdl: bool, num_stages: int = 3, **constants: Any
-        ) -> None:
-            assert launch_pdl
-            report = compile_launch(self.kernel, args, constants, num_warps, num_stages)
-            described = {
-                "kernel": self.kernel.__name__,
-                "dtype": str(args[0].dtype),
-                "block_p": constants.get("BLOCK_P"),
-                "grid": grid,
-            }
-            print(json.dumps({**described, **report}))
-
-        return launch
+def describe(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    return {"dtype": str(args[0].dtype), "block_p": constants.get("BLOCK_P")}
 
 
 def main() -> None:
@@ -53,7 +27,7 @@ def main() -> None:
         (moe, "_product_kernels", moe_product_jit),
         (moe_sum, "_kernels", moe_sum_jit),
     ):
-        kernels = CompilingKernels(source)
+        kernels = CompilingKernels(source, describe)
         setattr(module, name, lambda kernels=kernels: kernels)
         module.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[attr-defined]
 

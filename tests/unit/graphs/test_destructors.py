@@ -35,7 +35,7 @@ class Driver:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(destructors, "_waiting", [])
-    return lambda driver: monkeypatch.setattr(destructors, "_driver", lambda: driver)
+    return lambda driver: monkeypatch.setattr(destructors, "load_driver", lambda functions: driver)
 
 
 def test_it_waits_for_a_destructor_that_was_queued_last(use: Any) -> None:

@@ -79,7 +79,7 @@ class CudaRuntime:
         """Nodes recorded so far by the capture that is open on ``stream``; -1 where the driver cannot be
         asked.
         """
-        driver = _driver()
+        driver = load_driver(("cuStreamGetCaptureInfo_v2", "cuGraphGetNodes"))
         if driver is None:
             return -1
         status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
@@ -142,13 +142,13 @@ class CudaRuntime:
 
 
 @functools.cache
-def _driver() -> Any:
+def load_driver(functions: tuple[str, ...]) -> Any:
+    """The driver's library; None where it is missing, or lacks one of ``functions``."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    has_all = hasattr(driver, "cuStreamGetCaptureInfo_v2") and hasattr(driver, "cuGraphGetNodes")
-    return driver if has_all else None
+    return driver if all(hasattr(driver, name) for name in functions) else None
 
 
 def _snapshot(handle: PoolHandle) -> list[dict[str, Any]]:

@@ -10,9 +10,10 @@ in order.
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from typing import Any
+
+from gapless.graphs.device.cuda_runtime import load_driver
 
 _NO_DESTRUCTOR_SYNC = 1
 _MOVE = 1
@@ -26,7 +27,7 @@ _waiting: list[Any] = []
 def wait_for_destructors(timeout_s: float) -> bool:
     """Wait until the destructors of all graphs that were destroyed before have run; call it when the device
     is idle. False where the driver cannot be asked, or has not come to it after ``timeout_s`` seconds."""
-    driver = _driver()
+    driver = load_driver(_FUNCTIONS)
     if driver is None:
         return False
     has_run = threading.Event()
@@ -42,12 +43,3 @@ def wait_for_destructors(timeout_s: float) -> bool:
         return False
     _waiting.remove(destructor)
     return True
-
-
-@functools.cache
-def _driver() -> Any:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return driver if all(hasattr(driver, name) for name in _FUNCTIONS) else None
