@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parent / "unit" / "engine"))  # the tiny model of the engine tests
-
 from tiny_model import BatchMaker
+from torch import Tensor
 
 from gapless.config import EngineConfig
 from gapless.engine.build import open_engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from gapless.graphs.piecewise import PiecewiseConfig, PiecewiseForward
 from gapless.graphs.store import GraphStore
 from gapless.graphs.wrapper import GraphWrapper
 from piecewise_ops import ATTEND, FRESH, ROUTE, RUNS, Stack, step
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "engine"))  # for the tiny model of the engine tests
 
 pytestmark = pytest.mark.gpu
 

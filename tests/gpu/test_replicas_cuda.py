@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "serve"))
-
 from tiny_served_model import NAME, served, write_model
 
 pytestmark = [

@@ -8,14 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "parallel"))
-
 from forked_ranks import greedy, tokens_of, write_model
 
 from gapless import LLM, SamplingParams

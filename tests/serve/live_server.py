@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import uvicorn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "serve"))
-
 from http_fakes import MODEL, FakeClient, answer, make_app, spell
 
 __all__ = ["MODEL", "FakeClient", "Served", "answer", "spell", "until"]

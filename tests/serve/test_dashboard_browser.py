@@ -6,16 +6,11 @@ The server is the real application on a real socket; only the engine is a script
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "serve"))
-
 from browser import CHROMIUM, Browser
 from live_server import FakeClient, Served, answer, spell, until
 from test_http_dashboard import PLAN

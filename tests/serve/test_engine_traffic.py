@@ -6,13 +6,9 @@ import asyncio
 import gc
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "serve"))
-
 from engine_process_fakes import OpenFake, expected_answer
 
 from gapless.serve.messages import GenerateRequest

@@ -6,16 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_server_life import Server, metric, running
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "serve"))
-
 from engine_process_fakes import expected_answer
+from test_server_life import Server, metric, running
 
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +13,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from engine_process_fakes import expected_answer
 from test_server_life import is_running, running
 from tiny_served_model import NAME, served
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "serve"))
-
-from engine_process_fakes import expected_answer
 
 SYSTEM = "You answer in one word and never explain yourself. " * 4
 

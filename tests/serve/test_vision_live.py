@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +18,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from media_files import data_url, png, video
 from tiny_served_model import NAME, served
 
 from gapless import LLM, SamplingParams
 from vl_checkpoints import IMAGE_ID, write_vl_folder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "multimodal"))
-
-from media_files import data_url, png, video
 
 GRAPHS = (
     *("--cuda-graph-bs-prefill", "64", "--cuda-graph-bs-decode", "1,4", "--max-running-requests", "4"),

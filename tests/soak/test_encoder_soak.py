@@ -1,4 +1,4 @@
-"""The long version of random image sets on encoder graphs; the unit tests run a short one."""
+"""The long version of random image sets on encoder graphs; ``tests/integration`` has a short one."""
 
 from __future__ import annotations
 

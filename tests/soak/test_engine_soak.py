@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
-
 from engine_soak import run_soak
 
 pytestmark = pytest.mark.soak

@@ -1,14 +1,10 @@
-"""The long version of the engine's random life on real graphs; the unit tests run a short one."""
+"""The long version of the engine's random life on real graphs; ``tests/integration`` has a short one."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
-
 from graph_soak import GraphSoak
 from tiny_model import BLOCK_SIZE, open_tiny
 

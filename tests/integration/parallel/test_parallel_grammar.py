@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from forked_ranks import OPTIONS, open_llm
-
-sys.path.append(str(Path(__file__).parents[2] / "serve"))
-
 from tiny_served_model import write_model
 
 from gapless import SamplingParams

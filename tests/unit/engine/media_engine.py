@@ -6,15 +6,12 @@ up in a step can be told apart, and every call is on record.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.append(str(Path(__file__).parents[2]))  # the checkpoints of the vision tests
 
 from gapless.config import EngineConfig
 from gapless.engine.build import OpenedEngine, build_runner

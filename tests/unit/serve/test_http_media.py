@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from http_fakes import MODEL, Connection, FakeClient, call, post
+from media_files import animated, data_url, pixels, png, png_header, saved, video
 from PIL import Image
 
 from gapless.config_media import parse_processor_kwargs
@@ -24,10 +24,6 @@ from gapless.serve.app import create_app
 from gapless.serve.media import MediaDesk
 from gapless.serve.settings import ServerSettings
 from vl_checkpoints import IMAGE_ID, VIDEO_ID, write_vl_folder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "multimodal"))
-
-from media_files import animated, data_url, pixels, png, png_header, saved, video
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = """\
