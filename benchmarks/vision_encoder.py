@@ -188,7 +188,8 @@ def measure_packed(
     row: dict[str, Any] = {"images": NUM_PACKED, "patches": images[0].num_patches}
     assert isinstance(budget.graphs, BudgetGraphs)
     packs = budget.graphs.plan([tower.sizes_of(item) for item in images])
-    row["packs"] = [[pack.num_items, budget.graphs.budgets[pack.budget or 0].tokens] for pack in packs]
+    tokens = [None if pack.budget is None else budget.graphs.budgets[pack.budget].tokens for pack in packs]
+    row["packs"] = [[pack.num_items, budget] for pack, budget in zip(packs, tokens, strict=True)]
     for way, (run, times) in ways.items():
         row[way] = timed(run, device, times)
     base = row["together"]["ms"]
