@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,6 +258,7 @@ class GraphRunner:
             self.inputs.load(views, values)
             if amend is not None:
                 amend(views)
+                self.inputs.forget_loaded()
             if self._prologue is None:
                 return
             with torch.no_grad():
@@ -268,9 +269,8 @@ class GraphRunner:
             load = self.inputs.load_on_device if on_device else self.inputs.load
             load(views, values)
             return
-        self.inputs.load(views, {name: v for name, v in values.items() if name not in on_device})
-        with torch.no_grad():
-            self.inputs.load_on_device(views, {name: v for name, v in values.items() if name in on_device})
+        with nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
+            self.inputs.load_all(views, values)
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
         num_warmups = self.store.device.num_warmups

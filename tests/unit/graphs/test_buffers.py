@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.errors import GraphError
-from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.buffers import InputField, StaticInputs, frozen
 
 FIELDS = (
     InputField(name="ids", dims=("tokens",), pad=0, poison=7),
@@ -225,3 +225,96 @@ def test_loads_of_other_buckets_leave_nothing_behind(loads: list[tuple[int, int,
 def test_what_cannot_be_stored_by_column_is_refused(fields: tuple[InputField, ...]) -> None:
     with pytest.raises(GraphError, match="'table' is stored by column, so it must be the last"):
         StaticInputs(fields, max_sizes={"reqs": 4}, torch_device=torch.device("cpu"))
+
+
+def assert_loaded(inputs: StaticInputs, sizes: dict[str, int], values: dict[str, np.ndarray]) -> None:
+    """What lies in the views is what a load into other inputs leaves there."""
+    anew = make_inputs()
+    anew.poison, anew.poison_round = inputs.poison, inputs.poison_round
+    views = anew.views(sizes)
+    anew.load(views, {name: value.copy() for name, value in values.items()})
+    for name, expected in views.tensors.items():
+        assert torch.equal(inputs.views(sizes)[name], expected), name
+
+
+def frozen_values(tokens: int, reqs: int) -> dict[str, np.ndarray]:
+    return {name: frozen(value) for name, value in make_values(tokens, reqs).items()}
+
+
+def test_frozen_inputs_that_are_there_already_are_not_written_again(monkeypatch) -> None:
+    inputs, sizes, values = make_inputs(), {"tokens": 8, "reqs": 4}, frozen_values(7, 3)
+    writes: list[int] = []
+    submit = inputs._ring.submit
+    monkeypatch.setattr(inputs._ring, "submit", lambda n: (writes.append(n), submit(n)))
+    for _ in range(3):
+        inputs.load(inputs.views(sizes), dict(values))
+    assert len(writes) == 1
+    assert_loaded(inputs, sizes, values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(8, 4), (8, 3), (16, 4)]),
+            st.sampled_from(["a", "b", "mixed", "changing", "view", "other"]),
+            st.integers(0, 2),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_whatever_was_loaded_before_a_load_leaves_its_own_batch(loads) -> None:
+    """Frozen arrays, others that change between loads, and views of such that may not be written."""
+    inputs = make_inputs((*FIELDS, HIDDEN))
+    kinds = {"a": frozen_values(7, 3), "b": frozen_values(6, 3), "changing": make_values(5, 2)}
+    kinds["mixed"] = {**kinds["a"], "scale": make_values(7, 3)["scale"]}
+    kinds["other"] = {**kinds["a"], "ids": kinds["b"]["ids"]}
+    owner = make_values(7, 3)
+    kinds["view"] = {name: array[:] for name, array in owner.items()}
+    for view in kinds["view"].values():
+        view.setflags(write=False)
+    hidden = torch.ones(5, 4)
+    for (tokens, reqs), kind, poison in loads:
+        inputs.poison, inputs.poison_round = bool(poison), poison
+        for changing in (kinds["changing"], owner):
+            changing["ids"] += 1
+        kinds["mixed"]["scale"] += 1
+        sizes = {"tokens": tokens, "reqs": reqs}
+        inputs.load_all(inputs.views(sizes), {**kinds[kind], "hidden": hidden})
+        assert_loaded(inputs, sizes, kinds[kind])
+
+
+def test_what_others_have_written_to_is_loaded_again() -> None:
+    inputs, sizes, values = make_inputs(), {"tokens": 8, "reqs": 4}, frozen_values(7, 3)
+    inputs.load(inputs.views(sizes), values)
+    inputs.views(sizes)["ids"].fill_(5)
+    inputs.forget_loaded()
+    inputs.load(inputs.views(sizes), values)
+    assert_loaded(inputs, sizes, values)
+
+
+def test_a_load_that_is_refused_leaves_everything_as_it_was() -> None:
+    inputs, sizes = make_inputs((*FIELDS, HIDDEN)), {"tokens": 8, "reqs": 4}
+    views, values = inputs.views(sizes), frozen_values(7, 3)
+    inputs.load_all(views, {**values, "hidden": torch.ones(7, 4)})
+    hidden, too_many = torch.zeros(7, 4), make_values(9, 1)["ids"]
+    for broken in (
+        {**values, "hidden": torch.zeros(9, 4)},
+        values,
+        {**values, "hidden": hidden, "ids": too_many},
+    ):
+        with pytest.raises(GraphError):
+            inputs.load_all(views, broken)
+    assert_loaded(inputs, sizes, values)
+    assert views["hidden"][:7].eq(1).all()
+
+
+def test_frozen_arrays_own_their_memory_and_may_not_be_written() -> None:
+    owner = np.arange(6, dtype=np.int32)
+    array = frozen(owner[1:4])
+    owner[:] = 0
+    assert array.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 5
+    assert frozen(array) is array
