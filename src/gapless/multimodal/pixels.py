@@ -66,10 +66,14 @@ def grid_of(
 def resized(
     settings: PixelSettings, frames: Sequence[Image.Image], grid_thw: tuple[int, int, int]
 ) -> np.ndarray:
-    """``[F, H, W, 3]`` uint8 of RGB images at the size of the grid."""
+    """``[F, H, W, 3]`` uint8 of RGB images at the size of the grid; read only."""
     _, grid_h, grid_w = grid_thw
     size = (grid_w * settings.patch_size, grid_h * settings.patch_size)
-    return np.stack([np.asarray(frame.resize(size, resample=settings.resample)) for frame in frames])
+    arrays_HW3 = [
+        np.asarray(frame if frame.size == size else frame.resize(size, resample=settings.resample))
+        for frame in frames
+    ]
+    return arrays_HW3[0][None] if len(arrays_HW3) == 1 else np.stack(arrays_HW3)
 
 
 def patches(settings: PixelSettings, pixels_FHW3: np.ndarray, grid_thw: tuple[int, int, int]) -> np.ndarray:
