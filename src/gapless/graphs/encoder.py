@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError, GraphError
+from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.capture import capture_turn
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.device.exclusive import is_recording_here
-from gapless.graphs.encoder_adapter import EncoderAdapter, ImageBatch
+from gapless.graphs.encoder_adapter import EncoderAdapter, ImageBatch, Values
 from gapless.graphs.encoder_budgets import Pack, Sizes, greedy_packs, total
 from gapless.graphs.encoder_exact import ExactGraphs
 from gapless.graphs.encoder_graphs import EncoderMemory, Generation, owned_rows, run_fresh
@@ -206,17 +207,19 @@ class EncoderRunner(Generic[ItemT]):
         taken the other way round, each could wait for the other."""
         self.capture()
         with self._lock, torch.no_grad():
-            if self._is_decided(items, sizes):
+            graphs = self._graphs
+            if not isinstance(graphs, ExactGraphs):
                 return self._run(items, sizes, mode)
+            bounds = (self.adapter.bounds_of([item]) for item in items)
+            known = [found for found in map(graphs.known, sizes, bounds) if found is not None]
+            if len(known) == len(items):
+                return [
+                    rows
+                    for item, own, found in zip(items, sizes, known, strict=True)
+                    for rows in self._run_known(graphs, item, own, found, mode)
+                ]
         with capture_turn(), self._lock, torch.no_grad():
             return self._run(items, sizes, mode)
-
-    def _is_decided(self, items: Sequence[ItemT], sizes: Sequence[Sizes]) -> bool:
-        """Whether a run of ``items`` captures nothing."""
-        if not isinstance(self._graphs, ExactGraphs):
-            return True
-        bounds = (self.adapter.bounds_of([item]) for item in items)
-        return all(map(self._graphs.is_decided, sizes, bounds))
 
     def _joined_eager(self, items: Sequence[ItemT], sizes: Sequence[Sizes]) -> list[Rows]:
         reason = self._reason_for_none() or EncoderFallback.RELEASED
@@ -263,6 +266,30 @@ class EncoderRunner(Generic[ItemT]):
         found = graphs.find(sizes, self.adapter.bounds_of([item]), values)
         if isinstance(found, EncoderFallback):
             return self._eager([item], [sizes], found)
+        return self._run_found(graphs, item, sizes, found, values, mode)
+
+    def _run_known(
+        self,
+        graphs: ExactGraphs,
+        item: ItemT,
+        sizes: Sizes,
+        known: BatchDescriptor | EncoderFallback,
+        mode: RuntimeMode,
+    ) -> list[Rows]:
+        if isinstance(known, EncoderFallback):
+            return self._eager([item], [sizes], known)
+        graphs.counts.hits += 1
+        return self._run_found(graphs, item, sizes, known, self.adapter.prepare([item]), mode)
+
+    def _run_found(
+        self,
+        graphs: ExactGraphs,
+        item: ItemT,
+        sizes: Sizes,
+        found: BatchDescriptor,
+        values: Values,
+        mode: RuntimeMode,
+    ) -> list[Rows]:
         outputs = graphs.generation.run(found, mode, values, num_real=sizes)
         self._count(found.num_tokens, sizes, mode)
         return owned_rows(outputs, self.adapter, [sizes])

@@ -221,7 +221,8 @@ def fresh_run(
     for declared in adapter.fields:
         value = values[declared.name]
         if isinstance(value, np.ndarray):
-            value = torch.from_numpy(np.ascontiguousarray(value))
+            # Frozen ones are kept for other runs, and PyTorch would warn of their memory.
+            value = torch.from_numpy(np.ascontiguousarray(value) if value.flags.writeable else value.copy())
         tensors[declared.name] = value.to(device=device, dtype=declared.dtype)
     workspaces = {
         w.name: torch.zeros(w.shape(sizes), dtype=w.dtype, device=device) for w in adapter.workspaces

@@ -47,10 +47,15 @@ class ExactGraphs:
         self._num_variants = 0
         self.generation = self._new_generation()
 
-    def is_decided(self, sizes: Sizes, bounds: Bounds) -> bool:
-        """Whether ``find`` answers without a capture."""
+    def known(self, sizes: Sizes, bounds: Bounds) -> BatchDescriptor | EncoderFallback | None:
+        """What ``find`` answers without a capture. It counts nothing."""
         key = _key(sizes, bounds)
-        return key in self._known or key in self._reasons or not fits(sizes, self.memory.max_sizes)
+        found = self._known.get(key)
+        if found is not None:
+            return found
+        if not fits(sizes, self.memory.max_sizes):
+            return EncoderFallback.LONGER_THAN_BUFFERS
+        return self._reasons.get(key)
 
     def find(self, sizes: Sizes, bounds: Bounds, values: Values) -> BatchDescriptor | EncoderFallback:
         """The graph for a run, captured now if it is new, or why there is none."""

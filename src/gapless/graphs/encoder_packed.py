@@ -9,7 +9,7 @@ graph: what it would have served goes to a larger graph where that is cheaper, o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -23,6 +23,8 @@ from gapless.graphs.modes import RuntimeMode
 from gapless.graphs.store import SharedPool
 
 _TIMED_REPLAYS = 3
+_MAX_PLANS, _MAX_ITEMS_KEPT = 256, 32
+"""Plans that are kept, and items of one."""
 
 
 class BudgetGraphs:
@@ -50,6 +52,7 @@ class BudgetGraphs:
             BatchDescriptor(num_tokens=tokens, num_reqs=memory.adapter.most(tokens).get("segments", tokens))
             for tokens in ladder
         ]
+        self._plans: dict[Hashable, list[Pack]] = {}
         self._reasons: dict[int, EncoderFallback] = {}
         """Budgets that stay eager, by index."""
         self.generation = self._new_generation()
@@ -71,13 +74,22 @@ class BudgetGraphs:
             self.generation = self._new_generation()
         self._reasons |= dict.fromkeys(failed, EncoderFallback.CAPTURE_FAILED)
         self.budgets = self._price()
+        self._plans.clear()
         stages.end("price")
         self.memory.device.trim()  # of what eager runs of every size have left beside the pool
         stages.end("trim")
 
     def plan(self, sizes: Sequence[Mapping[str, int]]) -> list[Pack]:
-        """The cheapest packs of items with these sizes, in order."""
-        return plan_packs(sizes, self.budgets)
+        """The cheapest packs of items with these sizes, in order. Not to be written: they are kept."""
+        key = tuple([(*item.values(),) for item in sizes])
+        packs = self._plans.get(key)
+        if packs is None:
+            packs = plan_packs(sizes, self.budgets)
+            if len(key) <= _MAX_ITEMS_KEPT:
+                if len(self._plans) >= _MAX_PLANS:
+                    self._plans.clear()
+                self._plans[key] = packs
+        return packs
 
     def reason_for_none(self, budget: int) -> EncoderFallback | None:
         """Why ``budget`` has no graph; None where it has one."""
@@ -89,6 +101,7 @@ class BudgetGraphs:
 
     def release(self) -> None:
         self.generation.release()
+        self._plans.clear()
         self.budgets = []
 
     def _compile_kernels(self, stages: _Stages) -> None:

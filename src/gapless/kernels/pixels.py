@@ -29,9 +29,9 @@ def write_values(
     ``[P, K * R * A]``, the last two of one dtype; all contiguous. ``is_fused``: by the kernel or by torch
     operations, by default as the device allows. Raises ``ConfigError`` for other shapes and types."""
     num_patches, num_bytes = bytes_PB.shape
-    num_channels = table_KV.shape[0]
+    num_channels, num_entries = table_KV.shape
     num_values = num_bytes * num_repeats
-    if num_bytes % num_channels or values_PC.shape != (num_patches, num_values) or table_KV.shape[1] != 256:
+    if num_bytes % num_channels or values_PC.shape != (num_patches, num_values) or num_entries != 256:
         raise ConfigError(
             f"bytes of shape {tuple(bytes_PB.shape)} {num_repeats} times, by a table of shape "
             f"{tuple(table_KV.shape)}, are no values of shape {tuple(values_PC.shape)}"
@@ -40,7 +40,7 @@ def write_values(
         raise ConfigError(
             f"bytes of {bytes_PB.dtype} by a table of {table_KV.dtype} are no {values_PC.dtype}"
         )
-    if not all(tensor.is_contiguous() for tensor in (bytes_PB, table_KV, values_PC)):
+    if not (bytes_PB.is_contiguous() and table_KV.is_contiguous() and values_PC.is_contiguous()):
         raise ConfigError("values of pixels are written from and to contiguous tensors only")
     if num_patches == 0:
         return

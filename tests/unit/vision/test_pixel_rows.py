@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_cases import CONFIGS, GRIDS, assert_equal, media, runner_of, tiny_tower
+from encoder_cases import CONFIGS, GRIDS, assert_equal, fill, media, runner_of, tiny_tower
 from gapless.errors import ModelError
 from gapless.graphs.device import get_device
 from gapless.graphs.device.upload import HostRows, RawRows
 from gapless.models.vision.pixels import patch_rows
+from gapless.models.vision.tower import make_tower
 from gapless.multimodal.items import MediaItem, Normalisation
 
 CPU = get_device("cpu")
@@ -123,3 +124,24 @@ def test_pixels_of_another_type_or_width_are_refused() -> None:
     ):
         with pytest.raises(ModelError, match="do not belong to grid"):
             tower.sizes_of(broken)
+
+
+@pytest.mark.parametrize("num_channels", [1, 4])
+@pytest.mark.parametrize("mode", ["budget", "exact", "off"])
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_a_tower_of_other_than_three_channels_runs_on_values(model_type, mode, num_channels) -> None:
+    config = {**CONFIGS[model_type], "in_channels": num_channels}
+    tower = make_tower(model_type, config, dtype=torch.float32, device=CPU.torch_device)
+    fill(tower)
+    runner = runner_of(tower, mode, device=CPU).capture()
+    items = [media(tower, grid, seed=3) for grid in GRIDS[:4]]
+    for found, expected in zip(runner.run(items), runner.eager(items), strict=True):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    blank = tower.blank((1, 4, 4), pixels=np.random.default_rng(0))
+    assert tower.sizes_of(blank)["tokens"] == 16
+    assert blank.values_PC().dtype == np.float32
+    pixels = media(tiny_tower(model_type, device=CPU), (1, 4, 4), is_pixels=True)
+    wide = np.zeros((16, tower.patch_values // 2), np.uint8)
+    with pytest.raises(ModelError, match=f"in {num_channels} channels cannot be normalised"):
+        runner.run([replace(pixels, patches_PC=wide)])

@@ -22,6 +22,7 @@ from gapless.graphs.device.pinned import PinnedSlot
 
 _NUM_SLOTS = 2
 """While one is copied, the next run's is written."""
+_MAX_VIEWS = 256
 
 
 class HostRows:
@@ -90,9 +91,12 @@ class UploadRing:
         self._target = target.view(-1)
         # static: bytes on their way, at most one for each value; a later copy waits in the same stream
         self._raw = torch.empty(target.numel(), dtype=torch.uint8, device=target.device)
+        self._raw_address = self._raw.data_ptr()
         self._slots = [make_slot(target.nbytes, target.device) for _ in range(_NUM_SLOTS)]
         self._hosts = [torch.from_numpy(slot.host).view(target.dtype) for slot in self._slots]
         self._next = 0
+        self._views: dict[tuple[int, ...], Tensor] = {}
+        """Of the target, by the shape of rows: it comes again and again."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,15 +107,24 @@ class UploadRing:
         """Queue the copy. ``rows`` fit the target, and may change once this returns."""
         index = self._next
         self._next = (index + 1) % len(self._slots)
-        slot, count = self._slots[index], int(np.prod(rows.shape))
+        slot = self._slots[index]
         slot.wait()
         if isinstance(rows, RawRows):
             rows.write(slot.host)
-            slot.send(self._raw.data_ptr(), rows.num_bytes)
-            rows.finish(self._raw, self._target[:count].view(rows.shape))
+            slot.send(self._raw_address, rows.num_bytes)
+            rows.finish(self._raw, self._target_of(rows.shape))
             return
+        count = math.prod(rows.shape)
         rows.copy_to(self._hosts[index][:count].view(rows.shape))
         slot.send(self._address, count * self._dtype.itemsize)
+
+    def _target_of(self, shape: tuple[int, ...]) -> Tensor:
+        view = self._views.get(shape)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[shape] = self._target[: math.prod(shape)].view(shape)
+        return view
 
 
 def _tensor_of(array: np.ndarray) -> Tensor:

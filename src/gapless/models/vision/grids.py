@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _MAX_KEPT = 128
 _MAX_KEPT_PATCHES = 1 << 20
 """Of all grids that are kept: about 50 bytes each, where 128 of the largest images have 300 MB."""
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -44,32 +45,38 @@ class GridArrays:
     interp_weights_P4: np.ndarray | None = None
 
 
-class GridCache(Generic[T]):
-    """``make(grid)`` for the grids seen last: bounded in number and in patches. Safe to use from threads."""
+class GridCache(Generic[K, T]):
+    """``make(grid)`` for the grids seen last: bounded in number and in patches. Safe to use from threads.
+    Other keys than grids come with their ``num_patches``."""
 
-    def __init__(self, make: Callable[[Grid], T]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[K], T], *, num_patches: Callable[[Any], int] = math.prod) -> None:
+        self._make, self._num_patches_of = make, num_patches
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Grid, T] = OrderedDict()
+        self._kept: OrderedDict[K, T] = OrderedDict()
         self._num_patches = 0
 
-    def __getitem__(self, grid: Grid) -> T:
+    def __getitem__(self, grid: K) -> T:
         with self._lock:
-            if grid in self._kept:
+            found = self._kept.get(grid)
+            if found is not None:
                 self._kept.move_to_end(grid)
-                return self._kept[grid]
+                return found
         made = self._make(grid)
         with self._lock:
             if grid not in self._kept:
                 self._kept[grid] = made
-                self._num_patches += math.prod(grid)
+                self._num_patches += self._num_patches_of(grid)
             while len(self._kept) > 1 and self._is_full():
                 oldest, _ = self._kept.popitem(last=False)
-                self._num_patches -= math.prod(oldest)
+                self._num_patches -= self._num_patches_of(oldest)
         return made
 
     def _is_full(self) -> bool:
         return len(self._kept) > _MAX_KEPT or self._num_patches > _MAX_KEPT_PATCHES
+
+
+def num_patches_of(grids: Sequence[Grid]) -> int:
+    return sum(map(math.prod, grids))
 
 
 def check_grid(grid: Grid, *, merge_size: int) -> None:
@@ -133,8 +140,11 @@ def joined_indices(parts: Sequence[np.ndarray | None]) -> np.ndarray:
     present = [part for part in parts if part is not None]
     if len(present) == 1:
         return present[0]
-    starts = np.cumsum([0, *(len(part) for part in present[:-1])])
-    return np.concatenate([part + start for part, start in zip(present, starts, strict=True)])
+    indices, first = np.concatenate(present), 0
+    for part in present:
+        indices[first : first + len(part)] += first
+        first += len(part)
+    return indices
 
 
 def cumulative(lens: np.ndarray) -> np.ndarray:

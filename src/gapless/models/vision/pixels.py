@@ -23,6 +23,11 @@ from gapless.multimodal.items import MediaItem, Normalisation
 def patch_rows(items: Sequence[MediaItem]) -> HostRows | RawRows:
     """``[P, C]``: the patches of ``items``, one behind the other."""
     first = items[0].normalisation
+    if first is not None and len(items) == 1:
+        patches_PB = items[0].patches_PC
+        num_patches, num_bytes = patches_PB.shape
+        finish = functools.partial(_finish_one, first, num_bytes)
+        return RawRows([patches_PB], shape=(num_patches, num_bytes * first.num_repeats), finish=finish)
     if first is None or any(item.normalisation is None for item in items):
         return HostRows([item.values_PC() for item in items])
     # What shares a normalisation is one launch; nearly always that is all.
@@ -40,14 +45,19 @@ def _normalisation_of(item: MediaItem) -> Normalisation:
     return item.normalisation
 
 
+def _finish_one(normalisation: Normalisation, num_bytes: int, raw: Tensor, values_PC: Tensor) -> None:
+    num_patches = values_PC.shape[0]
+    bytes_PB = raw[: num_patches * num_bytes].view(num_patches, num_bytes)
+    table_KV = _table(normalisation, values_PC.dtype, values_PC.device)
+    write_values(bytes_PB, table_KV, normalisation.num_repeats, values_PC)
+
+
 def _finish(runs: Sequence[tuple[Normalisation, int]], raw: Tensor, values_PC: Tensor) -> None:
     """Bytes, as they lie one behind the other, become rows of ``values``."""
     row = start = 0
     for normalisation, num_patches in runs:
         num_bytes = values_PC.shape[1] // normalisation.num_repeats
-        bytes_PB = raw[start : start + num_patches * num_bytes].view(num_patches, num_bytes)
-        table_KV = _table(normalisation, values_PC.dtype, values_PC.device)
-        write_values(bytes_PB, table_KV, normalisation.num_repeats, values_PC[row : row + num_patches])
+        _finish_one(normalisation, num_bytes, raw[start:], values_PC[row : row + num_patches])
         row += num_patches
         start += num_patches * num_bytes
 

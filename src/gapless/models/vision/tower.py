@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import Segments, VarlenBackend, create_varlen_backend
 from gapless.errors import ConfigError, ModelError
-from gapless.graphs.buffers import InputField
+from gapless.graphs.buffers import InputField, frozen
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
@@ -31,11 +31,21 @@ from gapless.kernels.launch import can_compile_ahead, compiling_ahead
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
 from gapless.models.vision.fused import BlockInputs, FusedBlocks, PatchAngles, merge_gated
-from gapless.models.vision.grids import Grid, GridArrays, GridCache, check_grid, cumulative, joined
+from gapless.models.vision.grids import (
+    Grid,
+    GridArrays,
+    GridCache,
+    check_grid,
+    cumulative,
+    joined,
+    num_patches_of,
+)
 from gapless.models.vision.pixels import patch_rows
 from gapless.multimodal.items import MediaItem, Normalisation
 
 _NAN = float("nan")
+NUM_COLOURS = 3
+"""Channels of pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +78,15 @@ class VisionTower:
         self.granule: int = self.merge_size**2
         self.hidden_size: int = config.out_hidden_size
         self.num_deepstack = len(getattr(config, "deepstack_visual_indexes", ()))
+        self.num_channels: int = config.in_channels
         self.patch_values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.head_size: int = config.hidden_size // config.num_heads
         self.grids = GridCache(self.make_arrays)
         self._sizes = GridCache(self._sizes_of_grid)
-        self._bounds_of_one = GridCache(lambda grid: self._bounds([grid]))
-        self._inputs_of_one = GridCache(lambda grid: self._host_inputs([grid]))
+        self._bounds_of_one: GridCache[Grid, Bounds] = GridCache(lambda grid: self._bounds([grid]))
+        self._inputs: GridCache[tuple[Grid, ...], Mapping[str, np.ndarray]] = GridCache(
+            self._host_inputs, num_patches=num_patches_of
+        )
         self.fields: tuple[InputField, ...] = self._fields()
         self.outputs: tuple[OutputField, ...] = self._outputs()
         self.workspaces: tuple[Workspace, ...] = self._workspaces()
@@ -96,16 +109,16 @@ class VisionTower:
     def sizes_of(self, item: MediaItem) -> Sizes:
         """Raises ``ModelError`` for patches that are not those of the grid or of this tower."""
         sizes, pixels = self._sizes[item.grid_thw], item.normalisation
-        num_repeats = 1 if pixels is None else pixels.num_repeats
+        patches_PC, num_repeats = item.patches_PC, 1 if pixels is None else pixels.num_repeats
         width, rest = divmod(self.patch_values, num_repeats)
-        if rest or item.patches_PC.shape != (sizes["tokens"], width):
+        if rest or patches_PC.shape != (sizes["tokens"], width):
             raise ModelError(
-                f"patches of shape {item.patches_PC.shape} do not belong to grid {item.grid_thw}, which has "
+                f"patches of shape {patches_PC.shape} do not belong to grid {item.grid_thw}, which has "
                 f"{sizes['tokens']} of {width} values"
             )
-        if pixels is not None and (item.patches_PC.dtype != np.uint8 or self.config.in_channels != 3):
+        if pixels is not None and (patches_PC.dtype != np.uint8 or self.num_channels != NUM_COLOURS):
             raise ModelError(
-                f"patches of type {item.patches_PC.dtype} in {self.config.in_channels} channels cannot be "
+                f"patches of type {patches_PC.dtype} in {self.num_channels} channels cannot be "
                 "normalised: pixels are uint8 in three"
             )
         return sizes
@@ -160,20 +173,19 @@ class VisionTower:
         return side**2
 
     def prepare(self, items: Sequence[MediaItem]) -> Values:
-        grids = [item.grid_thw for item in items]
-        inputs = self._inputs_of_one[grids[0]] if len(grids) == 1 else self._host_inputs(grids)
-        return {"patches": patch_rows(items), **inputs}
+        return {"patches": patch_rows(items), **self._inputs[tuple([item.grid_thw for item in items])]}
 
-    def _host_inputs(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        """All inputs but the patches."""
+    def _host_inputs(self, grids: Sequence[Grid]) -> Mapping[str, np.ndarray]:
+        """All inputs but the patches: known by identity as long as they are kept."""
         arrays = [self.grids[grid] for grid in grids]
         full_lens_N = joined([a.full_lens_N for a in arrays])
-        return {
+        inputs = {
             "position_ids": joined([a.positions_P2 for a in arrays]),
             "cu_full_len": cumulative(full_lens_N),
             "cu_full_len_kk": full_lens_N,
             **self.prepare_more(arrays),
         }
+        return {name: frozen(array) for name, array in inputs.items()}
 
     def prepare_more(self, arrays: Sequence[GridArrays]) -> Mapping[str, np.ndarray]:
         """The inputs that only this family has."""
@@ -185,11 +197,11 @@ class VisionTower:
 
     def blank(self, grid: Grid, *, pixels: np.random.Generator | None = None) -> MediaItem:
         """An image or video of one grey, or of random ``pixels``, in the form that a processor gives it, so
-        that it takes the same way to the device as those of requests. Its content has no name."""
+        that it takes the same way to the device as those of requests: as pixels, or as values for a tower
+        of other than three channels. Its content has no name."""
         still = self.config.temporal_patch_size if grid[0] == 1 else 1
-        shape = (math.prod(grid), self.patch_values // still)
-        half = (0.5,) * 3
-        return MediaItem(
+        shape, half = (math.prod(grid), self.patch_values // still), (0.5,) * 3
+        item = MediaItem(
             kind="image" if grid[0] == 1 else "video",
             patches_PC=np.zeros(shape, np.uint8)
             if pixels is None
@@ -199,6 +211,10 @@ class VisionTower:
             ranges=((0, math.prod(grid) // self.granule),),
             normalisation=Normalisation(rescale_factor=1 / 255, mean=half, std=half, num_repeats=still),
         )
+        if self.num_channels == NUM_COLOURS:
+            return item
+        values_PC = np.tile(item.patches_PC, (1, still)).astype(np.float32) / 127.5 - 1
+        return replace(item, patches_PC=values_PC, normalisation=None)
 
     def compiling_ahead(self) -> AbstractContextManager[None] | None:
         return compiling_ahead() if can_compile_ahead(self.device) else None
