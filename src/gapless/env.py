@@ -102,10 +102,14 @@ def prepare_nccl() -> None:
     by the ranks themselves: torch's watchdog would end the process instead. All collectives of an engine are
     on one stream, in graphs and between them, so NCCL need not order those of several graphs by events (nodes
     of their own in every graph); and registering each captured tensor with the other ranks makes capturing
-    slower and brings nothing to tensors this small. Whoever has set these two otherwise keeps it.
+    slower and brings nothing to tensors this small. torch keeps a record of each collective, with the Python
+    stack that has called it, for dumps that nobody asks for here. Whoever has set these three otherwise keeps
+    it.
     """
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -45,11 +45,13 @@ def find_one_shot(
     reducer, reason = None, ""
     try:
         reducer = OneShotReducer(open_mailbox(group, control, torch_device))
-    except (RuntimeError, ImportError, AttributeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
+    except Exception as error:  # of a machine, or of another torch: NCCL is there in any case
+        reason = _in_one_line(error)
     if not agree(reducer is not None) or reducer is None:
         return None, f"NCCL only: no symmetric memory ({reason or 'on another rank'})"
     _compile(reducer, torch_device)
+    if (problem := _cannot_launch(reducer, torch_device, agree)) is not None:
+        return None, f"NCCL only: one-shot sums cannot be launched ({problem})"
     if not agree(_is_right(reducer, group, torch_device)):
         return None, "NCCL only: one-shot sums differ from NCCL's"
     fastest, num_rows = 0, 1
@@ -73,12 +75,40 @@ def _compile(reducer: OneShotReducer, torch_device: torch.device) -> None:
     """What is launched below, side by side."""
     if not can_compile_ahead(torch_device):
         return
-    rows = [torch.zeros(1, _SIZE, dtype=torch.bfloat16, device=torch_device) for _ in range(5)]
-    args = (rows[0], rows[1], rows[2][0], 1e-5, rows[3], rows[4])
+    row = torch.zeros(1, _SIZE, dtype=torch.bfloat16, device=torch_device)
     with compiling_ahead():
-        reducer.all_reduce(rows[0])
-        reducer.sum_add_rms_norm(*args)
-        add_rms_norm_into(*args)
+        for launch in _first_launches(reducer, torch_device):
+            launch()
+        add_rms_norm_into(row, row, row[0], 1e-5, torch.empty_like(row), torch.empty_like(row))
+
+
+def _cannot_launch(
+    reducer: OneShotReducer, torch_device: torch.device, agree: Callable[[bool], bool]
+) -> str | None:
+    """Why some rank cannot launch one of the kernels, or None. They are launched one after the other, before
+    NCCL is asked for anything: where one rank cannot, kernels of the others wait for it, and are released."""
+    for launch in _first_launches(reducer, torch_device):
+        problem = None
+        try:
+            launch()
+        except Exception as error:  # of Triton, whose errors have no class in common
+            problem = _in_one_line(error)
+        if not agree(problem is None):
+            reducer.release_waiting()
+            if torch_device.type == "cuda":
+                torch.cuda.synchronize(torch_device)
+            return problem or "on another rank"
+    return None
+
+
+def _first_launches(reducer: OneShotReducer, torch_device: torch.device) -> list[Callable[[], None]]:
+    rows = torch.zeros(5, _SIZE, dtype=torch.bfloat16, device=torch_device)[:, None]
+    with_norm = (rows[0], rows[1], rows[2][0], 1e-5, rows[3], rows[4])
+    return [lambda: reducer.all_reduce(rows[0]), lambda: reducer.sum_add_rms_norm(*with_norm)]
+
+
+def _in_one_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _by_nccl(partial_TE: Tensor, *others: Any, group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gapless.env import prepare_nccl
 from gapless.errors import GraphError, RankError
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.parallel import collectives, one_shot_choice
@@ -278,14 +280,18 @@ def test_a_sum_with_its_norm_is_one_operator(group, monkeypatch, is_break):
 
 
 class FakeReducer:
+    sum_add_rms_norm = None
+    release_waiting = lambda self: None  # noqa: E731
+
     def __init__(self, *_: Any) -> None:
         self.max_bytes = 0
-        self.sum_add_rms_norm = None
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any) -> tuple[Any, str]:
     monkeypatch.setattr(one_shot_choice, "open_mailbox", others.pop("mailbox", lambda *_: None))
     monkeypatch.setattr(one_shot_choice, "OneShotReducer", FakeReducer)
+    launches = others.pop("launches", [lambda: None])
+    monkeypatch.setattr(one_shot_choice, "_first_launches", lambda *_: launches)
     monkeypatch.setattr(one_shot_choice, "_is_right", lambda *_: others.pop("is_right", True))
 
     def seconds(call: Any, agree: Any) -> float:
@@ -299,6 +305,16 @@ def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any)
     agree = others.pop("agree", lambda is_well: is_well)
     from_first = others.pop("from_first", lambda value: value)
     return find_one_shot(None, None, CPU, agree=agree, from_first=from_first)
+
+
+def test_a_sum_writes_no_record_that_nobody_reads(monkeypatch):
+    """torch would keep the Python stack of each of the last 2000 collectives."""
+    for given in ({}, {"TORCH_FR_BUFFER_SIZE": "9"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}):
+        environ = dict(given)
+        monkeypatch.setattr(os, "environ", environ)
+        prepare_nccl()
+        found = {name: value for name, value in environ.items() if name.endswith("BUFFER_SIZE")}
+        assert found == (given or {"TORCH_FR_BUFFER_SIZE": "0"}), "whoever wants the records has them"
 
 
 @pytest.mark.parametrize("limit", [8192, 65536, MAX_BYTES])
@@ -317,15 +333,32 @@ def _missing(*_: Any) -> Any:
     raise RuntimeError("no fabric\nlong story")
 
 
+def _changed(*_: Any) -> Any:
+    raise TypeError("another torch")
+
+
+def test_kernels_that_wait_for_a_rank_that_cannot_launch_are_released(monkeypatch):
+    """One after the other: while a kernel waits, loading the next may wait for it."""
+    done: list[str] = []
+    monkeypatch.setattr(FakeReducer, "release_waiting", lambda self: done.append("released"))
+    answers = iter([True, True, False])  # mailbox, first kernel, second kernel
+    launches = [lambda: done.append("first"), lambda: done.append("second"), lambda: done.append("third")]
+    found = choose(monkeypatch, faster_up_to=8192, agree=lambda is_well: next(answers), launches=launches)
+    assert found == (None, "NCCL only: one-shot sums cannot be launched (on another rank)")
+    assert done == ["first", "second", "released"]
+
+
 @pytest.mark.parametrize(
     ("others", "why"),
     [
         ({"mailbox": _missing}, "NCCL only: no symmetric memory (no fabric)"),
         ({"agree": lambda is_well: False}, "NCCL only: no symmetric memory (on another rank)"),
+        ({"mailbox": _changed}, "NCCL only: no symmetric memory (another torch)"),
+        ({"launches": [_missing]}, "NCCL only: one-shot sums cannot be launched (no fabric)"),
         ({"is_right": False}, "NCCL only: one-shot sums differ from NCCL's"),
         ({"from_first": lambda value: 0}, "NCCL only: faster at every size that was measured"),
     ],
-    ids=["not here", "not there", "wrong", "slower"],
+    ids=["not here", "not there", "another torch", "no launch", "wrong", "slower"],
 )
 def test_why_there_is_no_one_kernel(monkeypatch, others, why):
     assert choose(monkeypatch, faster_up_to=8192, **others) == (None, why)
