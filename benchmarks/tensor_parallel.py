@@ -162,6 +162,7 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         "ready_s": round(ready_s, 2),
         "seconds": report["startup"]["seconds"],
         "capture_s": report["memory"]["capture_s"],
+        "capture_s_by_phase": capture_seconds(report["graphs"]),
         "sums_by": (report["startup"]["ranks"] or {}).get("sums_by"),
         "prefill_ms": round(1e3 * statistics.median(prefill), 3),
         "prefill_ms_spread": round(1e3 * (max(prefill) - min(prefill)), 3),
@@ -172,6 +173,16 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         "eager": report["eager"],
     }
     return row, logits, [output.outputs[0].token_ids for output in outputs]
+
+
+def capture_seconds(graphs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each phase how many graphs there are and how long their captures took, waits for ranks included."""
+    found: dict[str, dict[str, float]] = {}
+    for graph in graphs:
+        phase = found.setdefault(graph["phase"], {"graphs": 0, "seconds": 0.0})
+        phase["graphs"] += 1
+        phase["seconds"] = round(phase["seconds"] + graph["capture_s"], 4)
+    return found
 
 
 def agreement(first: Answers, other: Answers) -> dict[str, Any]:
