@@ -1,4 +1,4 @@
-"""Tile shapes and numbers of splits of the Triton attention kernels, as rules of shapes alone.
+"""Tile shapes and numbers of splits of the paged attention kernels, as rules of shapes alone.
 
 No autotuner: nothing may be compiled, timed or synchronised while a stream is capturing, and a bucket must
 launch the same way every time. The rules come from sweeps on one H200 (``benchmarks/attention_kernels.py``).
