@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 import sys
@@ -10,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from loaded_scripts import load_script
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "host_time.py"
-_spec = importlib.util.spec_from_file_location("host_time", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-host_time = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(host_time)
+host_time = load_script(SCRIPT)
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

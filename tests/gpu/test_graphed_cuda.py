@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from gapless.graphs.device import get_device
 from gapless.graphs.graphed import Graphed, Input, SharedPool, State, graphed
 from gapless.graphs.ops import register_custom_op
 from gapless.graphs.real_sizes import num_real
+from loaded_scripts import load_script
 
 pytestmark = pytest.mark.gpu
 
@@ -365,12 +364,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run_on_the_gpu(path: Path) -> None:
-    spec = importlib.util.spec_from_file_location(f"cuda_examples_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load_script(path)
     assert torch.device(module.DEVICE).type == "cuda"
     assert module.main()["failures"] == []
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from live_server import MODEL, FakeClient, Served
+
+from loaded_scripts import load_script
 
 FILE = Path(__file__).parents[2] / "examples" / "openai_client.py"
 
 
 @pytest.mark.parametrize("keys", [(), ("a-key",)])
 def test_the_example_gets_the_same_answer_whole_and_streamed(keys):
-    spec = importlib.util.spec_from_file_location("openai_client_example", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_script(FILE)
     served = Served(FakeClient(), api_keys=keys)
     try:
         found = example.main(served.url, *keys)

@@ -6,7 +6,6 @@ compared, which an image changes.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import threading
@@ -22,6 +21,7 @@ from media_files import data_url, png, video
 from tiny_served_model import NAME, served
 
 from gapless import LLM, SamplingParams
+from loaded_scripts import load_script
 from vl_checkpoints import IMAGE_ID, write_vl_folder
 
 GRAPHS = (
@@ -241,11 +241,7 @@ def metrics_after(url: str, pattern: str) -> str:
 
 def test_the_example_runs(url, tmp_path):
     file = Path(__file__).parents[2] / "examples" / "openai_vision.py"
-    spec = importlib.util.spec_from_file_location("openai_vision_example", file)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_script(file)
     (tmp_path / "a.png").write_bytes(png(40, 32))
     (tmp_path / "b.mp4").write_bytes(CLIP)
     found = example.main([tmp_path / "a.png", tmp_path / "b.mp4"], url=url, max_tokens=4)

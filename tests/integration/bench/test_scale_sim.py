@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loaded_scripts import load_script
+
 ROOT = Path(__file__).parents[3]
-_spec = importlib.util.spec_from_file_location("scale_sim", ROOT / "benchmarks" / "scale_sim.py")
-assert _spec is not None
-assert _spec.loader is not None
-sim = importlib.util.module_from_spec(_spec)
-sys.modules["scale_sim"] = sim
-_spec.loader.exec_module(sim)
+sim = load_script(ROOT / "benchmarks" / "scale_sim.py")
 
 TIMES = sim.StepTimes(prefill=((16, 0.010), (1024, 0.100)), decode=((1, 0.004), (8, 0.008)))
 STEADY = sim.StepTimes(prefill=((1, 0.010),) * 1 + ((4096, 0.010),), decode=((1, 0.010), (256, 0.010)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from loaded_scripts import load_script
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "serve_against_vllm.py"
 CONFIG = {
@@ -58,12 +59,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve_against_vllm", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from gapless.models.registry import read_model_info
 from gapless.models.tokenizer import load_tokenizer
 from gapless.multimodal.opening import open_processor
+from loaded_scripts import load_script
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "vision_ttft.py"
 
@@ -22,12 +22,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "vision_ttft.py"
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     sys.path.append(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("vision_ttft", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_a_tiny_run_replays_graphs_of_encoder_and_decoder(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from loaded_scripts import load_script
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "vision_encoder.py"
 
@@ -19,12 +20,7 @@ WORDS = ["--tiny", "--device", "cpu", "--sides", "56", "--repeats", "1", "--max-
 
 @pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vision_encoder", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return load_script(SCRIPT)
 
 
 def test_a_tiny_run_measures_both_towers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import create_varlen_backend
 from gapless.graphs.encoder import encoder_graphs
+from loaded_scripts import load_script
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "encode_any_size.py"
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 6, 6)]
@@ -19,12 +19,7 @@ GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 6, 6)]
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("encode_any_size", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLE)
 
 
 @pytest.mark.parametrize("mode", ["budget", "exact"])
