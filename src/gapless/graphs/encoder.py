@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Generic, Self, TypeVar
 
@@ -206,12 +207,16 @@ class EncoderRunner(Generic[ItemT]):
         """One that may capture takes the lock of all captures first, for a capture may contain this encoder:
         taken the other way round, each could wait for the other."""
         self.capture()
-        with self._lock, torch.no_grad():
+        with self._lock, _no_grad():
             graphs = self._graphs
             if not isinstance(graphs, ExactGraphs):
                 return self._run(items, sizes, mode)
-            bounds = (self.adapter.bounds_of([item]) for item in items)
-            known = [found for found in map(graphs.known, sizes, bounds) if found is not None]
+            if len(items) == 1:
+                found = graphs.known(sizes[0], self.adapter.bounds_of(items))
+                known = [] if found is None else [found]
+            else:
+                bounds = (self.adapter.bounds_of([item]) for item in items)
+                known = [found for found in map(graphs.known, sizes, bounds) if found is not None]
             if len(known) == len(items):
                 return [
                     rows
@@ -308,6 +313,11 @@ class EncoderRunner(Generic[ItemT]):
             self.log.count_eager(Phase.ENCODER, EncoderFallback.PADDED_EAGER, num_real=num_real)
         else:
             self.log.count_replay(Phase.ENCODER, Strategy.FULL, bucket, num_real)
+
+
+def _no_grad() -> AbstractContextManager[None]:
+    """Entering the mode anew is not free, and engines are in it already."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def encoder_graphs(

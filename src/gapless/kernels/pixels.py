@@ -10,6 +10,7 @@ several times. This happens on the way into a graph's input, not in the graph. `
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -28,6 +29,13 @@ def write_values(
     """``values[p, k, r, a] = table[k, bytes[p, k, a]]``: ``[P, K * A]`` uint8, ``[K, 256]`` and
     ``[P, K * R * A]``, the last two of one dtype; all contiguous. ``is_fused``: by the kernel or by torch
     operations, by default as the device allows. Raises ``ConfigError`` for other shapes and types."""
+    values_writer(bytes_PB, table_KV, num_repeats, values_PC, is_fused=is_fused)()
+
+
+def values_writer(
+    bytes_PB: Tensor, table_KV: Tensor, num_repeats: int, values_PC: Tensor, *, is_fused: bool | None = None
+) -> Callable[[], None]:
+    """``write_values`` of these tensors, checked once, for static memory that is written again and again."""
     num_patches, num_bytes = bytes_PB.shape
     num_channels, num_entries = table_KV.shape
     num_values = num_bytes * num_repeats
@@ -43,17 +51,22 @@ def write_values(
     if not (bytes_PB.is_contiguous() and table_KV.is_contiguous() and values_PC.is_contiguous()):
         raise ConfigError("values of pixels are written from and to contiguous tensors only")
     if num_patches == 0:
-        return
+        return lambda: None
     size = num_bytes // num_channels
     if not (has_fused_kernels(values_PC.device) if is_fused is None else is_fused):
-        bytes_PKA = bytes_PB.view(num_patches, num_channels, size)
-        values_PKRA = values_PC.view(num_patches, num_channels, num_repeats, size)
-        for channel in range(num_channels):
-            index = bytes_PKA[:, channel].int().reshape(-1)
-            values_PKRA[:, channel] = table_KV[channel].index_select(0, index).view(num_patches, 1, size)
-        return
+        return functools.partial(_look_up, bytes_PB, table_KV, num_repeats, values_PC)
     args = (bytes_PB, table_KV, values_PC, num_channels, size, num_repeats)
-    launch(_kernels().write_values_kernel, (num_patches * num_channels,), args, _CONSTANTS)
+    grid = (num_patches * num_channels,)
+    return functools.partial(launch, _kernels().write_values_kernel, grid, args, _CONSTANTS)
+
+
+def _look_up(bytes_PB: Tensor, table_KV: Tensor, num_repeats: int, values_PC: Tensor) -> None:
+    num_patches, num_channels = bytes_PB.shape[0], table_KV.shape[0]
+    bytes_PKA = bytes_PB.view(num_patches, num_channels, -1)
+    values_PKRA = values_PC.view(num_patches, num_channels, num_repeats, -1)
+    for channel in range(num_channels):
+        index = bytes_PKA[:, channel].int().reshape(-1)
+        values_PKRA[:, channel] = table_KV[channel].index_select(0, index).view(num_patches, 1, -1)
 
 
 @functools.cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from typing import cast
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -138,8 +139,8 @@ class PromptSlot(LateSlot):
         self.wait()
 
 
-def halves(raw: torch.Tensor, values: torch.Tensor) -> None:
-    values.copy_(raw[: values.numel()].view(values.shape) / 2)
+def halves(raw: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
+    return lambda: values.copy_(raw[: values.numel()].view(values.shape) / 2)
 
 
 def raw_rows(*counts: int, seed: int = 0) -> tuple[RawRows, torch.Tensor]:
@@ -178,3 +179,26 @@ def test_static_inputs_take_bytes_and_pad_behind_them() -> None:
     assert torch.equal(rows.to(device=CPU, dtype=torch.float32), expected)
     with pytest.raises(GraphError, match="does not fit"):
         inputs.load_on_device(views, {"patches": raw_rows(7)[0]})
+
+
+def test_what_makes_values_is_made_once_for_equal_rows() -> None:
+    """Same shape and same ``finish``; never for others, and for few of them."""
+    target, made = torch.zeros(8, 5), []
+
+    class Scaled(NamedTuple):
+        factor: int
+
+        def __call__(self, raw: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
+            made.append((self.factor, len(values)))
+            return lambda: values.copy_(raw[: values.numel()].view(values.shape) * self.factor)
+
+    ring = UploadRing(target, make_slot=lambda n, device: cast("PinnedSlot", PromptSlot(n, device)))
+    generator = np.random.default_rng(0)
+    for factor, count in [(1, 8), (2, 8), (1, 8), (1, 3), (2, 3), (2, 8), (1, 3)]:
+        pixels = generator.integers(0, 100, (count, 5), np.uint8)
+        ring.send(RawRows([pixels], shape=(count, 5), finish=Scaled(factor)))
+        assert torch.equal(target[:count], torch.from_numpy(pixels).float() * factor)
+    assert made == [(1, 8), (2, 8), (1, 3), (2, 3)]
+    for factor in range(1000):
+        ring.send(RawRows([pixels], shape=(3, 5), finish=Scaled(factor)))
+    assert len(ring._finishes) <= 256

@@ -12,6 +12,7 @@ from encoder_cases import CONFIGS, GRIDS, assert_equal, fill, media, runner_of, 
 from gapless.errors import ModelError
 from gapless.graphs.device import get_device
 from gapless.graphs.device.upload import HostRows, RawRows
+from gapless.models.vision import grids
 from gapless.models.vision.pixels import patch_rows
 from gapless.models.vision.tower import make_tower
 from gapless.multimodal.items import MediaItem, Normalisation
@@ -145,3 +146,24 @@ def test_a_tower_of_other_than_three_channels_runs_on_values(model_type, mode, n
     wide = np.zeros((16, tower.patch_values // 2), np.uint8)
     with pytest.raises(ModelError, match=f"in {num_channels} channels cannot be normalised"):
         runner.run([replace(pixels, patches_PC=wide)])
+
+
+@pytest.mark.parametrize("max_graphs", [1, 8])
+@pytest.mark.parametrize("mode", ["budget", "exact"])
+@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+def test_what_is_kept_of_a_grid_never_reaches_another_one(model_type, mode, max_graphs, monkeypatch) -> None:
+    """Grids with the same counts share a graph and its inputs; what is kept of them comes and goes."""
+    monkeypatch.setattr(grids, "_MAX_KEPT", 2)
+    kept = {"max_graphs": max_graphs} if mode == "exact" else {}
+    runner = runner_of(tiny_tower(model_type, device=CPU), mode, device=CPU, **kept)
+    same_counts = [(1, 4, 6), (1, 6, 4), (1, 2, 12)]
+    items = [media(runner.adapter, grid, seed=s, is_pixels=s < 2) for grid in same_counts for s in range(3)]
+    alone = [runner.eager([item])[0] for item in items]
+    order = np.random.default_rng(0).integers(0, len(items), 40)
+    for first, second in zip(order, np.roll(order, 1), strict=True):
+        chosen = [first] if (first + second) % 3 else [first, first, second]
+        runner._memory.inputs.poison = bool(first % 2)
+        found = runner.run([items[index] for index in chosen])
+        for rows, index in zip(found, chosen, strict=True):
+            for mine, theirs in zip(rows, alone[index], strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)

@@ -22,7 +22,10 @@ from gapless.graphs.device.pinned import PinnedSlot
 
 _NUM_SLOTS = 2
 """While one is copied, the next run's is written."""
-_MAX_VIEWS = 256
+_MAX_KEPT = 256
+
+
+Finish = Callable[[Tensor, Tensor], Callable[[], None]]
 
 
 class HostRows:
@@ -51,11 +54,10 @@ class HostRows:
 class RawRows:
     """Rows of several arrays of bytes that become values of a batch where that is. They are read only."""
 
-    def __init__(
-        self, parts: Sequence[np.ndarray], *, shape: tuple[int, ...], finish: Callable[[Tensor, Tensor], None]
-    ) -> None:
-        """``finish(raw, values)`` makes values of ``shape`` of the bytes of all ``parts``, one behind the
-        other in a uint8 tensor on the same device. It may only queue work on the current stream."""
+    def __init__(self, parts: Sequence[np.ndarray], *, shape: tuple[int, ...], finish: Finish) -> None:
+        """``finish(raw, values)`` gives what makes values of ``shape`` of the bytes of all ``parts``, one
+        behind the other in a uint8 tensor on the same device. That may only queue work on the current
+        stream, and may be kept and called again for rows with an equal ``finish``."""
         self._arrays = tuple(np.ascontiguousarray(part).reshape(-1) for part in parts)
         self.shape, self.finish = shape, finish
         self.num_bytes = sum(array.nbytes for array in self._arrays)
@@ -78,7 +80,7 @@ class RawRows:
         """Into a contiguous tensor of ``shape``."""
         host = np.empty(self.num_bytes, np.uint8)
         self.write(host)
-        self.finish(torch.from_numpy(host).to(target.device), target)
+        self.finish(torch.from_numpy(host).to(target.device), target)()
 
 
 class UploadRing:
@@ -95,8 +97,8 @@ class UploadRing:
         self._slots = [make_slot(target.nbytes, target.device) for _ in range(_NUM_SLOTS)]
         self._hosts = [torch.from_numpy(slot.host).view(target.dtype) for slot in self._slots]
         self._next = 0
-        self._views: dict[tuple[int, ...], Tensor] = {}
-        """Of the target, by the shape of rows: it comes again and again."""
+        self._finishes: dict[tuple[tuple[int, ...], Finish], Callable[[], None]] = {}
+        """What makes values of bytes here, for shapes that come again and again."""
 
     @property
     def num_bytes(self) -> int:
@@ -112,19 +114,21 @@ class UploadRing:
         if isinstance(rows, RawRows):
             rows.write(slot.host)
             slot.send(self._raw_address, rows.num_bytes)
-            rows.finish(self._raw, self._target_of(rows.shape))
+            self._finish_of(rows)()
             return
         count = math.prod(rows.shape)
         rows.copy_to(self._hosts[index][:count].view(rows.shape))
         slot.send(self._address, count * self._dtype.itemsize)
 
-    def _target_of(self, shape: tuple[int, ...]) -> Tensor:
-        view = self._views.get(shape)
-        if view is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            view = self._views[shape] = self._target[: math.prod(shape)].view(shape)
-        return view
+    def _finish_of(self, rows: RawRows) -> Callable[[], None]:
+        key = rows.shape, rows.finish
+        known = self._finishes.get(key)
+        if known is None:
+            if len(self._finishes) >= _MAX_KEPT:
+                self._finishes.clear()
+            values = self._target[: math.prod(rows.shape)].view(rows.shape)
+            known = self._finishes[key] = rows.finish(self._raw, values)
+        return known
 
 
 def _tensor_of(array: np.ndarray) -> Tensor:

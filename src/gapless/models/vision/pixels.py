@@ -9,35 +9,37 @@ patches are values already, and those that share a run with one, go as values. R
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from gapless.graphs.device.upload import HostRows, RawRows
-from gapless.kernels.pixels import write_values
+from gapless.kernels.pixels import values_writer
 from gapless.multimodal.items import MediaItem, Normalisation
 
 
 def patch_rows(items: Sequence[MediaItem]) -> HostRows | RawRows:
     """``[P, C]``: the patches of ``items``, one behind the other."""
     first = items[0].normalisation
-    if first is not None and len(items) == 1:
-        patches_PB = items[0].patches_PC
-        num_patches, num_bytes = patches_PB.shape
-        finish = functools.partial(_finish_one, first, num_bytes)
-        return RawRows([patches_PB], shape=(num_patches, num_bytes * first.num_repeats), finish=finish)
     if first is None or any(item.normalisation is None for item in items):
         return HostRows([item.values_PC() for item in items])
-    # What shares a normalisation is one launch; nearly always that is all.
-    runs = [
+    parts = [item.patches_PC for item in items]
+    shape = (sum(map(len, parts)), parts[0].shape[1] * first.num_repeats)
+    return RawRows(parts, shape=shape, finish=_Finish(_runs(items)))
+
+
+def _runs(items: Sequence[MediaItem]) -> tuple[tuple[Normalisation, int], ...]:
+    """What shares a normalisation is one launch; nearly always that is all."""
+    first = _normalisation_of(items[0])
+    if len(items) == 1:
+        return ((first, items[0].num_patches),)
+    return tuple(
         (normalisation, sum(item.num_patches for item in group))
         for normalisation, group in groupby(items, key=_normalisation_of)
-    ]
-    width = items[0].patches_PC.shape[1] * first.num_repeats
-    shape = (sum(num_patches for _, num_patches in runs), width)
-    return RawRows([item.patches_PC for item in items], shape=shape, finish=functools.partial(_finish, runs))
+    )
 
 
 def _normalisation_of(item: MediaItem) -> Normalisation:
@@ -45,21 +47,29 @@ def _normalisation_of(item: MediaItem) -> Normalisation:
     return item.normalisation
 
 
-def _finish_one(normalisation: Normalisation, num_bytes: int, raw: Tensor, values_PC: Tensor) -> None:
-    num_patches = values_PC.shape[0]
-    bytes_PB = raw[: num_patches * num_bytes].view(num_patches, num_bytes)
-    table_KV = _table(normalisation, values_PC.dtype, values_PC.device)
-    write_values(bytes_PB, table_KV, normalisation.num_repeats, values_PC)
-
-
-def _finish(runs: Sequence[tuple[Normalisation, int]], raw: Tensor, values_PC: Tensor) -> None:
+@dataclass(frozen=True, slots=True)
+class _Finish:
     """Bytes, as they lie one behind the other, become rows of ``values``."""
-    row = start = 0
-    for normalisation, num_patches in runs:
-        num_bytes = values_PC.shape[1] // normalisation.num_repeats
-        _finish_one(normalisation, num_bytes, raw[start:], values_PC[row : row + num_patches])
-        row += num_patches
-        start += num_patches * num_bytes
+
+    runs: tuple[tuple[Normalisation, int], ...]
+
+    def __call__(self, raw: Tensor, values_PC: Tensor) -> Callable[[], None]:
+        writers: list[Callable[[], None]] = []
+        row = start = 0
+        for normalisation, num_patches in self.runs:
+            num_bytes = values_PC.shape[1] // normalisation.num_repeats
+            bytes_PB = raw[start : start + num_patches * num_bytes].view(num_patches, num_bytes)
+            table_KV = _table(normalisation, values_PC.dtype, values_PC.device)
+            rows_PC = values_PC[row : row + num_patches]
+            writers.append(values_writer(bytes_PB, table_KV, normalisation.num_repeats, rows_PC))
+            row += num_patches
+            start += num_patches * num_bytes
+        return writers[0] if len(writers) == 1 else functools.partial(_call_all, writers)
+
+
+def _call_all(writers: Sequence[Callable[[], None]]) -> None:
+    for write in writers:
+        write()
 
 
 def _table(normalisation: Normalisation, dtype: torch.dtype, device: torch.device) -> Tensor:
