@@ -156,6 +156,7 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         logits = llm.runner.graphs.logits[: len(prompts)].float().cpu().clone()
         llm.reset_prefix_cache()
         outputs = llm.generate(prompts, params(AGREEING))
+    ranks_report = report["startup"]["ranks"] or {}
     row = {
         "ranks": ranks,
         "strategy": strategy,
@@ -163,7 +164,9 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         "seconds": report["startup"]["seconds"],
         "capture_s": report["memory"]["capture_s"],
         "capture_s_by_phase": capture_seconds(report["graphs"]),
-        "sums_by": (report["startup"]["ranks"] or {}).get("sums_by"),
+        "sums_by": ranks_report.get("sums_by"),
+        "agreements": ranks_report.get("agreements"),
+        "agreements_s": ranks_report.get("agreements_s"),
         "prefill_ms": round(1e3 * statistics.median(prefill), 3),
         "prefill_ms_spread": round(1e3 * (max(prefill) - min(prefill)), 3),
         "decode_ms": round(1e3 * statistics.median(decode), 4),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class Agreements:
     def __init__(self) -> None:
         self._failure: RankError | None = None
         self._failed = threading.Event()
+        self.num_agreements = 0
+        self.agreements_s = 0.0
+        """Seconds on the host for all of them, most of which are waits for the slowest rank."""
 
     @property
     def rank(self) -> int:
@@ -78,14 +82,14 @@ class Agreements:
         if not values:
             return []
         least = torch.tensor(values, dtype=torch.int64)
-        with self._guarded():
+        with self._guarded(), self._counted():
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
         return least.tolist()
 
     def from_first(self, value: int) -> int:
         """Rank 0's value, on every rank."""
         told = torch.tensor([value], dtype=torch.int64)
-        with self._guarded():
+        with self._guarded(), self._counted():
             dist.broadcast(told, src=dist.get_global_rank(self._control, 0), group=self._control)
         return int(told[0])
 
@@ -94,6 +98,13 @@ class Agreements:
         for it may never end."""
         while not is_done():
             self.check()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        self.num_agreements += 1
+        self.agreements_s += perf_counter() - start
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

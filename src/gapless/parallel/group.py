@@ -178,7 +178,13 @@ class RankGroup(Agreements):
 
     def report(self) -> dict[str, Any]:
         """For the report of an engine."""
-        return {"size": self.size, "sums_by": self.sums_by, "breaks_at_sums": self.breaks}
+        return {
+            "size": self.size,
+            "sums_by": self.sums_by,
+            "breaks_at_sums": self.breaks,
+            "agreements": self.num_agreements,
+            "agreements_s": round(self.agreements_s, 3),
+        }
 
     def find_one_shot(self) -> None:
         """Sum small tensors in one kernel from now on, where that is there and quicker. Every rank calls it,

@@ -147,6 +147,25 @@ def test_each_program_counts_its_own_calls(tmp_path: Path) -> None:
         assert counted.tolist() == [4, 2, 1, 0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_no_numbers_are_bits_like_others(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of all patterns none means that a word has not come. Twice as often as there are halves."""
+    inf, nan = float("inf"), float("nan")
+    parts = [[inf, nan, 1.0, -0.0, -inf, inf, 0.0, 6e4], [1.0, 2.0, nan, -0.0, -inf, -inf, nan, 6e4]]
+    largest = torch.tensor([6e4], dtype=dtype).float().item() * 2  # infinite in float16
+    wanted = torch.tensor([inf, nan, nan, 0.0, -inf, nan, nan, largest]).to(dtype)
+
+    def work(reducer: OneShotReducer, rank: int) -> list[Tensor]:
+        found = [torch.tensor(parts[rank], dtype=dtype).repeat(2, 2) for _ in range(4)]
+        for values in found:
+            reducer.all_reduce(values)
+        return found
+
+    for found in run_ranks(2, work, tmp_path):
+        for values in found:
+            torch.testing.assert_close(values, wanted.repeat(2, 2), rtol=0, atol=0, equal_nan=True)
+
+
 def test_epochs_may_run_over(tmp_path: Path) -> None:
     def work(reducer: OneShotReducer, rank: int) -> list[float]:
         reducer._mailbox.epochs_T.fill_(2**31 - 3)

@@ -97,6 +97,19 @@ def test_tokens_and_logits_are_those_of_one_rank(case: str, tmp_path: Path):
     assert float((parallel_logits - logits).abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize(("backend", "each"), [("full", 2), ("breakable", 2 + 2)])
+def test_a_captured_size_costs_two_agreements_and_one_for_each_break(source: str, backend: str, each: int):
+    """A break at attention, in each of two layers."""
+    counts = []
+    for sizes in ([8], [8, 16, 32]):
+        chosen = {**backends("full", cuda_graph_backend_prefill=backend), "cuda_graph_bs_prefill": sizes}
+        with open_llm(source, 2, **chosen) as llm:
+            report = llm.report()
+            assert [graph["phase"] for graph in report["graphs"]].count("prefill") == len(sizes)
+            counts.append(report["startup"]["ranks"]["agreements"])
+    assert counts[1] - counts[0] == 2 * each
+
+
 SMALL_CACHE = {"kv_cache_tokens": 160}
 
 
@@ -217,7 +230,9 @@ def test_each_rank_holds_its_part_of_cache_and_weights(one: LLM, two: LLM):
     whole = one.report()["startup"]["cache_bytes"]
     assert ours["cache_bytes"] == theirs["startup"]["cache_bytes"] == whole // 2
     assert ours["num_blocks"] == theirs["startup"]["num_blocks"]
+    agreements = {name: ours["ranks"].pop(name) for name in ("agreements", "agreements_s")}
     assert ours["ranks"] == {"size": 2, "sums_by": "gloo", "breaks_at_sums": False}
+    assert agreements["agreements_s"] >= 0
     assert one.report()["startup"]["ranks"] is None
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gapless.env import prepare_nccl
 from gapless.errors import GraphError, RankError
 from gapless.graphs.device.emulated import EmulatedDevice
-from gapless.parallel import collectives, one_shot_choice
+from gapless.parallel import agreements, collectives, one_shot_choice
 from gapless.parallel import group as group_module
 from gapless.parallel.group import RankGroup
 from gapless.parallel.one_shot import MAX_BYTES
@@ -58,6 +58,17 @@ def test_agreements_with_nobody_else(group):
     assert group.minimum([3, 1]) == [3, 1]
     assert group.minimum([]) == []
     assert group.from_first(7) == 7
+
+
+def test_agreements_and_the_time_for_them_are_counted(group, monkeypatch):
+    before = group.report()
+    times = iter([10.0, 10.25, 20.0, 20.5])
+    monkeypatch.setattr(agreements, "perf_counter", lambda: next(times))
+    group.agree()
+    group.from_first(7)
+    after = group.report()
+    assert after["agreements"] == before["agreements"] + 2
+    assert after["agreements_s"] == pytest.approx(before["agreements_s"] + 0.75, abs=0.002)
 
 
 def test_operators_give_the_sum_in_place_and_columns_without_padding(group):
