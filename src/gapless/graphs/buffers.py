@@ -2,8 +2,10 @@
 
 Every input names its dimensions (symbolic or fixed), its dtype and the value its padding takes, because
 padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
-earlier batch left. *Host* inputs of one bucket lie next to each other in one buffer, so a step stages them
-with a single copy from pinned memory (a ring, guarded by events, never overwritten before it was read).
+earlier batch left; only ``frozen`` arrays that the last load has put there stay (an encoder's positions,
+which follow from an image's size). *Host* inputs of one bucket lie next to each other in one buffer, so a
+step stages them with a single copy from pinned memory (a ring, guarded by events, never overwritten before it
+was read).
 *Device* inputs (activations made on the device) have a buffer each and are copied there; so have large ones
 that come from the host (``from_host``: pixels), through pinned memory of their own. Views are made once per
 bucket; addresses never change. Read ``runner.py`` next.
@@ -198,23 +200,21 @@ class StaticInputs:
             else:
                 self._fill_host(field, target, value)
         self._ring.submit(num_bytes)
-        loaded = [values[field.name] for field in self._host_fields]
-        if all(map(_is_frozen, loaded)):
+        loaded = {field.name: values[field.name] for field in self._host_fields}
+        if all(map(_is_frozen, loaded.values())):
             self._held = _Held(views, loaded, self.poison, self.poison_round)
 
     def _is_held(self, views: InputViews, values: Mapping[str, Value]) -> bool:
         """Whether the last load was of these very arrays into these views, and so is still there."""
         held = self._held
-        return (
-            held is not None
-            and held.views is views
-            and held.poison == self.poison
-            and held.poison_round == self.poison_round
-            and all(
-                values.get(field.name) is value
-                for field, value in zip(self._host_fields, held.values, strict=True)
-            )
-        )
+        if held is None or held.views is not views:
+            return False
+        if held.poison != self.poison or held.poison_round != self.poison_round:
+            return False
+        for name, value in held.values.items():  # noqa: SIM110  # a generator takes twice as long
+            if values.get(name) is not value:
+                return False
+        return True
 
     def _load_on_device(self, views: InputViews, values: Mapping[str, Value]) -> None:
         for field in self._device_fields:
@@ -361,7 +361,7 @@ class _Held(NamedTuple):
     """What the host inputs hold: ``values`` in ``views``, with the padding of this poison."""
 
     views: InputViews
-    values: list[Value]
+    values: dict[str, Value]
     poison: bool
     poison_round: int
 

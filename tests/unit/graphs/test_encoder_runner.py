@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from gapless.graphs.encoder import (
     ImageBatch,
     encoder_graphs,
 )
+from gapless.graphs.encoder_budgets import Pack, plan_packs
+from gapless.graphs.encoder_packed import BudgetGraphs
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.store import StoreState
 
@@ -144,6 +147,26 @@ def test_padding_is_counted_and_its_share_reported() -> None:
     assert summary["padding_share"] == pytest.approx(3 / 24)
     ledger = {row["num_tokens"]: row for row in runner.report()["graphs"]}
     assert [(ledger[n]["replays"], ledger[n]["padding"]) for n in (8, 16, 32)] == [(1, 3), (1, 0), (0, 0)]
+
+
+def test_kept_plans_are_those_that_would_be_made_anew() -> None:
+    """The sizes of a call come again; the budgets change with a capture and a release."""
+    runner = runner_of()
+    graphs = runner.graphs
+    assert isinstance(graphs, BudgetGraphs)
+    generator = random.Random(0)
+    calls = [
+        [{"tokens": generator.choice((3, 8, 20, 40)), "segments": 1} for _ in range(n)] for n in range(50)
+    ]
+    assert graphs.plan(calls[2]) == [Pack(0, 1, None), Pack(1, 1, None)], "nothing is captured yet"
+    runner.capture()
+    for sizes in calls * 2:
+        assert graphs.plan(sizes) == plan_packs(sizes, graphs.budgets)
+    for tokens in range(1000):
+        graphs.plan([{"tokens": tokens + 1, "segments": 1}])
+    assert len(graphs._plans) <= 256
+    runner.release()
+    assert graphs.plan(calls[2]) == [Pack(0, 1, None), Pack(1, 1, None)]
 
 
 def test_explicit_budgets_replace_the_ladder() -> None:

@@ -58,9 +58,9 @@ class RawRows:
         """``finish(raw, values)`` gives what makes values of ``shape`` of the bytes of all ``parts``, one
         behind the other in a uint8 tensor on the same device. That may only queue work on the current
         stream, and may be kept and called again for rows with an equal ``finish``."""
-        self._arrays = tuple(np.ascontiguousarray(part).reshape(-1) for part in parts)
+        self._arrays = [part.reshape(-1) for part in parts]
         self.shape, self.finish = shape, finish
-        self.num_bytes = sum(array.nbytes for array in self._arrays)
+        self.num_bytes = sum([array.nbytes for array in self._arrays])
         assert self.num_bytes <= math.prod(shape), "rows of more bytes than values do not fit a ring"
 
     def write(self, host: np.ndarray) -> None:

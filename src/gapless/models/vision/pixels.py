@@ -24,22 +24,21 @@ from gapless.multimodal.items import MediaItem, Normalisation
 def patch_rows(items: Sequence[MediaItem]) -> HostRows | RawRows:
     """``[P, C]``: the patches of ``items``, one behind the other."""
     first = items[0].normalisation
+    if first is not None and len(items) == 1:
+        patches_PB = items[0].patches_PC
+        num_patches, num_bytes = patches_PB.shape
+        shape = (num_patches, num_bytes * first.num_repeats)
+        return RawRows((patches_PB,), shape=shape, finish=_Finish(((first, num_patches),)))
     if first is None or any(item.normalisation is None for item in items):
         return HostRows([item.values_PC() for item in items])
-    parts = [item.patches_PC for item in items]
-    shape = (sum(map(len, parts)), parts[0].shape[1] * first.num_repeats)
-    return RawRows(parts, shape=shape, finish=_Finish(_runs(items)))
-
-
-def _runs(items: Sequence[MediaItem]) -> tuple[tuple[Normalisation, int], ...]:
-    """What shares a normalisation is one launch; nearly always that is all."""
-    first = _normalisation_of(items[0])
-    if len(items) == 1:
-        return ((first, items[0].num_patches),)
-    return tuple(
+    # What shares a normalisation is one launch; nearly always that is all.
+    runs = tuple(
         (normalisation, sum(item.num_patches for item in group))
         for normalisation, group in groupby(items, key=_normalisation_of)
     )
+    width = items[0].patches_PC.shape[1] * first.num_repeats
+    shape = (sum(num_patches for _, num_patches in runs), width)
+    return RawRows([item.patches_PC for item in items], shape=shape, finish=_Finish(runs))
 
 
 def _normalisation_of(item: MediaItem) -> Normalisation:

@@ -173,7 +173,8 @@ class VisionTower:
         return side**2
 
     def prepare(self, items: Sequence[MediaItem]) -> Values:
-        return {"patches": patch_rows(items), **self._inputs[tuple([item.grid_thw for item in items])]}
+        inputs = self._inputs[tuple([item.grid_thw for item in items])]
+        return {"patches": patch_rows(items), **inputs}
 
     def _host_inputs(self, grids: Sequence[Grid]) -> Mapping[str, np.ndarray]:
         """All inputs but the patches: known by identity as long as they are kept."""
