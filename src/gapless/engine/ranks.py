@@ -97,13 +97,12 @@ def open_ranks(
 
         def join() -> RankGroup:
             _device(device_type, local_rank)  # CUDA's current device is that of a thread
-            return _join(store, 0, config, torch_device)
+            return _join(store, 0, config, torch_device, on_failure=workers.on_failure)
 
         with workers.watching("the meeting of the ranks", MEET_LIMIT_S):
             _wait_for_all(store, size, workers)
             group = _meet(workers, join)
         group.share_cores()
-        workers.on_failure(group.fail)
 
         def report(stage: str, done: int, total: int) -> None:
             workers.progress(CAPTURE_LIMIT_S[device_type] if stage == "capture" else START_LIMIT_S)
@@ -178,7 +177,15 @@ def join_local(start: StartRank, rank: int) -> tuple[RankGroup, torch.device]:
     return group, torch_device
 
 
-def _join(store: dist.Store, rank: int, config: EngineConfig, torch_device: torch.device) -> RankGroup:
+def _join(
+    store: dist.Store,
+    rank: int,
+    config: EngineConfig,
+    torch_device: torch.device,
+    *,
+    on_failure: Callable[[Callable[[RankError], None]], None] | None = None,
+) -> RankGroup:
+    """``on_failure``: where who must hear of a lost rank says so."""
     store.set_timeout(timedelta(seconds=_MEET_S))
     store.set(_HERE.format(rank), "")
     group = RankGroup(
@@ -189,6 +196,8 @@ def _join(store: dist.Store, rank: int, config: EngineConfig, torch_device: torc
         break_at_all_reduce=config.break_at_all_reduce,
     )
     register_group(group)
+    if on_failure is not None:
+        on_failure(group.fail)  # at once: what follows waits for the other ranks, on the device
     if torch_device.type == "cuda":
         group.find_one_shot()
     return group

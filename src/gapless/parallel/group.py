@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,12 +84,8 @@ class RankGroup(Agreements):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         ranks = list(range(size))
         self._control: Any = dist.new_group(ranks, backend="gloo", timeout=timeout)
-        if is_cuda:
-            self._tensors: Any = dist.new_group(
-                ranks, backend="nccl", timeout=timeout, device_id=torch_device
-            )
-        else:
-            self._tensors = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        own: Any = {"backend": "nccl", "device_id": torch_device} if is_cuda else {"backend": "gloo"}
+        self._tensors: Any = dist.new_group(ranks, timeout=timeout, **own)
         # The groups' own methods: torch.distributed's functions look up and log what is known here.
         self._sum, self._gather = dist.AllreduceOptions(), c10d.AllgatherOptions()
         self._sum.reduceOp = c10d.ReduceOp(c10d.ReduceOp.SUM)
@@ -190,7 +187,12 @@ class RankGroup(Agreements):
         """Sum small tensors in one kernel from now on, where that is there and quicker. Every rank calls it,
         before anything is captured."""
         self._one_shot, self.sums_by = find_one_shot(
-            self._tensors, self._control, self.torch_device, agree=self.agree, from_first=self.from_first
+            self._tensors,
+            self._control,
+            self.torch_device,
+            agree=self.agree,
+            from_first=self.from_first,
+            on_open=partial(setattr, self, "_one_shot"),
         )
 
     def share_cores(self) -> None:
@@ -228,11 +230,8 @@ class RankGroup(Agreements):
                 self._forget_graphs()
         self._one_shot = None  # to free its memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
-            if self._owns_world:
-                dist.destroy_process_group()
-            else:
-                for group in (self._tensors, self._control):
-                    dist.destroy_process_group(group)
+            for group in (None,) if self._owns_world else (self._tensors, self._control):
+                dist.destroy_process_group(group)  # None: all there are
 
     def _forget_graphs(self) -> None:
         """NCCL's memory must not go while the driver still tells it which graphs have gone."""

@@ -36,11 +36,13 @@ def find_one_shot(
     *,
     agree: Callable[[bool], bool],
     from_first: Callable[[int], int],
+    on_open: Callable[[OneShotReducer], object],
 ) -> tuple[OneShotReducer | None, str]:
     """A reducer with its ``max_bytes`` measured, or None; and one line about why.
 
     Every rank calls it at the same time and gets the same answer: ``agree`` is true where all are,
-    ``from_first`` is rank 0's number. ``control``: as in ``open_mailbox``.
+    ``from_first`` is rank 0's number. ``control``: as in ``open_mailbox``. ``on_open`` is given the reducer
+    before anything is launched that waits for other ranks, so that it can be released when one is lost.
     """
     reducer, reason = None, ""
     try:
@@ -49,6 +51,7 @@ def find_one_shot(
         reason = _in_one_line(error)
     if not agree(reducer is not None) or reducer is None:
         return None, f"NCCL only: no symmetric memory ({reason or 'on another rank'})"
+    on_open(reducer)
     _compile(reducer, torch_device)
     if (problem := _cannot_launch(reducer, torch_device, agree)) is not None:
         return None, f"NCCL only: one-shot sums cannot be launched ({problem})"

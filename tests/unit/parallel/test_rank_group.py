@@ -210,6 +210,24 @@ def test_a_rank_that_is_lost_while_the_group_is_left_still_ends_what_waits(group
     assert ended == ["aborted"] * 2
 
 
+def test_a_rank_that_is_lost_while_sums_are_compared_is_not_waited_for(group, monkeypatch):
+    """The kernel that compares has no other end."""
+    released: list[str] = []
+
+    def find(*_: Any, on_open: Any, **others: Any) -> Any:
+        on_open(SimpleNamespace(release_waiting=lambda: released.append("released")))
+        group.fail(RankError("lost"))
+        others["agree"](True)
+
+    monkeypatch.setattr(group_module, "find_one_shot", find)
+    monkeypatch.setattr(group, "_tensors", None)
+    monkeypatch.setattr(group, "_control", None)
+    with pytest.raises(RankError, match="lost"):
+        group.find_one_shot()
+    assert released == ["released"]
+    group._failed.clear()
+
+
 def test_warm_ups_make_each_kind_of_sum_twice_and_leave_out_the_rest(group, monkeypatch):
     """What is lazy about a kind has happened by then, and nobody reads what such runs compute."""
     made: list[tuple[str, int]] = []
@@ -315,7 +333,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any)
     )
     agree = others.pop("agree", lambda is_well: is_well)
     from_first = others.pop("from_first", lambda value: value)
-    return find_one_shot(None, None, CPU, agree=agree, from_first=from_first)
+    return find_one_shot(None, None, CPU, agree=agree, from_first=from_first, on_open=lambda reducer: None)
 
 
 def test_a_sum_writes_no_record_that_nobody_reads(monkeypatch):
