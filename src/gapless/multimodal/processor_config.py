@@ -9,6 +9,7 @@ their use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -136,11 +137,7 @@ def _triple(
     if value is None:
         return default
     is_triple = isinstance(value, list) and len(value) == 3
-    if (
-        not is_triple
-        or not all(isinstance(v, (int, float)) for v in value)
-        or (key[-3:] == "std" and 0 in value)
-    ):
+    if not is_triple or not all(_is_finite(v) for v in value) or (key[-3:] == "std" and 0 in value):
         raise ModelError(f"{path}: '{key}'={value!r} must be three numbers, one for each channel")
     return float(value[0]), float(value[1]), float(value[2])
 
@@ -149,9 +146,14 @@ def _positive(raw: Mapping[str, Any], key: str, path: Path, default: float) -> f
     value = raw.get(key)
     if value is None:
         return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    if not _is_finite(value) or value <= 0:
         raise ModelError(f"{path}: '{key}'={value!r} must be a positive number")
     return float(value)
+
+
+def _is_finite(value: object) -> bool:
+    """JSON as Python reads it has NaN and infinities, which would reach every pixel."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _resample(raw: Mapping[str, Any], path: Path) -> int:

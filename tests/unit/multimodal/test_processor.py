@@ -408,6 +408,11 @@ def changed_processor(folder: Path, **changes: object) -> Processor:
         {"rescale_factor": "x"},
         {"resample": 9},
         {"cap_pixels_per_frame": True},
+        {"image_std": [1, float("nan"), 1]},
+        {"image_mean": [float("inf"), 0, 0]},
+        {"image_mean": [True, 0, 0]},
+        {"rescale_factor": float("inf")},
+        {"rescale_factor": float("nan")},
     ],
 )
 def test_settings_that_are_not_implemented_are_refused(tmp_path: Path, changes: dict) -> None:
