@@ -294,6 +294,19 @@ def test_what_others_have_written_to_is_loaded_again() -> None:
     assert_loaded(inputs, sizes, values)
 
 
+@pytest.mark.parametrize("num_loads", [1, 3])
+def test_a_forward_that_writes_into_its_inputs_gets_them_anew(num_loads: int) -> None:
+    inputs, sizes, values = make_inputs(), {"tokens": 8, "reqs": 4}, frozen_values(7, 3)
+    for _ in range(num_loads):
+        inputs.load(inputs.views(sizes), values)
+        assert_loaded(inputs, sizes, values)
+        inputs.views(sizes)["ids"].add_(1)
+    for _ in range(2):
+        inputs.load(inputs.views(sizes), values)
+        assert_loaded(inputs, sizes, values)
+        inputs.views(sizes)["ids"].add_(1)
+
+
 def test_a_load_that_is_refused_leaves_everything_as_it_was() -> None:
     inputs, sizes = make_inputs((*FIELDS, HIDDEN)), {"tokens": 8, "reqs": 4}
     views, values = inputs.views(sizes), frozen_values(7, 3)
