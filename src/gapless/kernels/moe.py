@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.launch import Constants, launch
 from gapless.kernels.select import launch_options, next_power_of_2
@@ -105,6 +106,8 @@ _MIN_PROGRAMS = 64
 than 192 of 32, though a third of the multiprocessors has none."""
 _CROWD = 512
 _GROUP = 8
+_MAX_TOP_K = 127
+"""An expert's rank among those of a token is kept in 8 bits."""
 
 
 def _fake_route(
@@ -129,7 +132,8 @@ def route_tokens(
     ``blocks [B, 3]`` and ``counts [N]``, all int32 but the weights.
 
     Softmax in float32; of equal probabilities the lower expert wins. Rows of padding have expert ``N`` and
-    weight 0; places in ``slots`` behind the sum of ``counts`` are undefined.
+    weight 0; places in ``slots`` behind the sum of ``counts`` are undefined. Raises ``ConfigError`` for more
+    experts of a token than ranks have bits for.
     """
     results = _fake_route(logits_TN, query_start_loc, top_k, renormalizes, block_p)
     weights_TK, experts_TK, slots_P, blocks_B3, counts_N = results
@@ -139,6 +143,8 @@ def route_tokens(
         return results
     assert logits_TN.stride(1) == 1
     assert num_experts >= top_k
+    if top_k > _MAX_TOP_K:
+        raise ConfigError(f"a token may have at most {_MAX_TOP_K} experts here, not {top_k}")
     chunk = _chunk_of(num_tokens, num_experts)
     num_chunks = -(-num_tokens // chunk)
     is_alone, num_blocks = num_chunks == 1, blocks_B3.shape[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from gapless.errors import ConfigError
 from gapless.kernels import moe, moe_sum
 from gapless.kernels.norm import fused_add_rms_norm
 from moe_oracles import Case, make_inputs, mixture, mixture_oracle, route, route_oracle
@@ -219,6 +220,11 @@ def test_many_tokens_of_qwen3_30b_get_what_was_fastest(
     for is_gate_up, num_out, wanted in ((True, 768, gate_up), (False, 2048, down)):
         tiles = moe.choose_tiles(num_tokens, num_experts=128, top_k=8, num_out=num_out, is_gate_up=is_gate_up)
         assert (tiles.block_o, tiles.num_stages, tiles.num_warps) == (*wanted, 8)
+
+
+def test_more_experts_of_a_token_than_ranks_have_bits_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 127 experts here, not 128"):
+        moe.route_tokens(torch.zeros(2, 128), torch.tensor([0, 2], dtype=torch.int32), 128, True, 16)
 
 
 def test_a_slice_of_a_rank_is_cut_finer() -> None:
