@@ -38,6 +38,19 @@ def generate(opened: OpenedEngine, ahead: int, seed: int, **params: Any) -> list
     return [(o.token_ids, o.finish_reason, o.logprobs) for output in outputs for o in output.outputs]
 
 
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    """Up to the last bits of log-probabilities: a step ahead has other rows beside these, and some CPUs
+    multiply other numbers of rows to other bits."""
+    assert [choice[:2] for choice in found] == [choice[:2] for choice in expected]
+    for (*_, steps), (*_, wanted) in zip(found, expected, strict=True):
+        for step, wanted_step in zip(steps or (), wanted or (), strict=True):
+            assert {token: entry.rank for token, entry in step.items()} == {
+                token: entry.rank for token, entry in wanted_step.items()
+            }
+            for token, entry in step.items():
+                assert entry.logprob == pytest.approx(wanted_step[token].logprob, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -53,8 +66,8 @@ def generate(opened: OpenedEngine, ahead: int, seed: int, **params: Any) -> list
 )
 def test_tokens_are_those_of_steps_one_at_a_time(opened: OpenedEngine, params: dict[str, Any]) -> None:
     expected = generate(opened, 0, 1, **params)
-    assert generate(opened, 1, 1, **params) == expected
-    assert generate(opened, 2, 1, **params) == expected
+    assert_same(generate(opened, 1, 1, **params), expected)
+    assert_same(generate(opened, 2, 1, **params), expected)
 
 
 def test_preemption_under_a_tiny_cache_changes_nothing(tmp_path: Path) -> None:
