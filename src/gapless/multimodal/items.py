@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+if TYPE_CHECKING:  # the command line knows items, and its help waits for no numpy
+    import numpy as np
 
 MediaKind = Literal["image", "video"]
 
@@ -66,6 +67,8 @@ class MediaItem:
         """``[P, C]`` float32: what Transformers' processors make of it. Pixels are normalised every time."""
         if self.normalisation is None:
             return self.patches_PC
+        import numpy as np
+
         tables, num_repeats = self.normalisation.table(), self.normalisation.num_repeats
         num_patches, num_bytes = self.patches_PC.shape
         pixels_PKA = self.patches_PC.reshape(num_patches, len(tables), -1)
@@ -93,6 +96,8 @@ class MediaPrompt:
 def _table(
     rescale_factor: float, mean: tuple[float, float, float], std: tuple[float, float, float]
 ) -> np.ndarray:
+    import numpy as np
+
     scaled_256 = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
     mean_31, std_31 = (np.array(v, dtype=np.float32)[:, None] for v in (mean, std))
     return (scaled_256 - mean_31) / std_31
