@@ -10,7 +10,7 @@
 #undef cuGraphNodeGetDependentNodes
 #undef cuGraphAddDependencies
 
-#define NODES 16
+#define NODES 64
 #define GRAPH ((CUgraph)0x7f0000001000)
 #define CONTEXT ((CUcontext)0x7f0000002000)
 #define MODULE ((CUmodule)0x7f0000003000)
@@ -20,7 +20,7 @@ struct node { int type; CUDA_MEMSET_NODE_PARAMS memset; unsigned int grid[3], bl
 struct edge { int from, to; CUgraphEdgeData data; };
 
 static struct node nodes[NODES];
-static struct edge edges[64];
+static struct edge edges[256];
 static int num_nodes, num_edges;
 int num_loads, is_broken;
 
@@ -61,7 +61,7 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
 }
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     num_loads++;
-    if (is_broken || strstr(image, ".entry gapless_fill(") == NULL) return CUDA_ERROR_INVALID_PTX;
+    if (is_broken == 1 || strstr(image, ".entry gapless_fill(") == NULL) return CUDA_ERROR_INVALID_PTX;
     *module = MODULE;
     return 0;
 }
@@ -69,6 +69,11 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
     if (module != MODULE || strcmp(name, "gapless_fill")) return CUDA_ERROR_NOT_FOUND;
     *function = FUNCTION;
     return 0;
+}
+CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
+    if (function != FUNCTION || attribute != CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK) return CUDA_ERROR_INVALID_VALUE;
+    *value = 1024;
+    return is_broken == 3 ? CUDA_ERROR_NO_BINARY_FOR_GPU : 0;
 }
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *out, size_t *count) {
     size_t alive = 0;
@@ -94,10 +99,11 @@ static CUresult neighbours(CUgraphNode node, int forward, CUgraphNode *out, CUgr
     size_t found = 0;
     for (int i = 0; i < num_edges; i++) {
         if ((forward ? edges[i].from : edges[i].to) != me) continue;
-        if (out) { out[found] = handle(forward ? edges[i].to : edges[i].from); data[found] = edges[i].data; }
-        found++;
+        if (found == *count) return 0;
+        out[found] = handle(forward ? edges[i].to : edges[i].from);
+        data[found++] = edges[i].data;
     }
-    if (out && *count != found) return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = found; i < *count; i++) out[i] = NULL;
     *count = found;
     return 0;
 }

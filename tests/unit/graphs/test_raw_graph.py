@@ -130,21 +130,30 @@ def test_edge_data_is_handed_on_as_it_is(library):
     assert edges(library) == {(0, 3, 2, 0), (3, 2, 0, 0)}
 
 
-def test_the_kernel_is_loaded_once_also_when_it_cannot_be(library):
-    for is_broken in (0, 1):
-        library.fake_reset()
-        ctypes.c_int.in_dll(library, "is_broken").value = is_broken
-        for _ in range(2):
-            library.fake_add(MEMSET, MEMORY, 0, 1, 1)
-        driver = RawGraphDriver(library)
-        for _ in range(3):
-            if is_broken:
-                with pytest.raises(DriverError, match="cannot be loaded: cuModuleLoadData: CUDA_ERROR_FAKE"):
-                    driver.fill_function()
-            else:
-                assert driver.fill_function() == 0x7F0000004000
-        assert replace_memsets(driver, GRAPH) == (MemsetCount(0, 2) if is_broken else MemsetCount(2, 0))
-        assert ctypes.c_int.in_dll(library, "num_loads").value == 1
+@pytest.mark.parametrize("count", [7, 8, 9, 31, 32, 33])
+def test_a_memset_with_many_edges_keeps_them_all(library, count):
+    library.fake_add(MEMSET, MEMORY, 0, 1, 1)
+    for node in range(1, count + 1):
+        library.fake_add(KERNEL, 0, 0, 0, 0)
+        library.fake_link(0, node, 0, 0)
+    assert replace_memsets(RawGraphDriver(library), GRAPH) == MemsetCount(1, 0)
+    assert edges(library) == {(count + 1, node, 0, 0) for node in range(1, count + 1)}
+
+
+@pytest.mark.parametrize(("is_broken", "call"), [(0, ""), (1, "cuModuleLoadData"), (3, "cuFuncGetAttribute")])
+def test_the_kernel_is_loaded_once_also_when_it_cannot_be(library, is_broken, call):
+    ctypes.c_int.in_dll(library, "is_broken").value = is_broken
+    for _ in range(2):
+        library.fake_add(MEMSET, MEMORY, 0, 1, 1)
+    driver = RawGraphDriver(library)
+    for _ in range(3):
+        if is_broken:
+            with pytest.raises(DriverError, match=f"cannot be loaded: {call}: CUDA_ERROR_FAKE"):
+                driver.fill_function()
+        else:
+            assert driver.fill_function() == 0x7F0000004000
+    assert replace_memsets(driver, GRAPH) == (MemsetCount(0, 2) if is_broken else MemsetCount(2, 0))
+    assert ctypes.c_int.in_dll(library, "num_loads").value == 1
 
 
 def test_memory_of_another_device_and_what_is_no_memory(library):

@@ -21,6 +21,7 @@ KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = ran
 """Types of nodes (``CUgraphNodeType``); there are more."""
 
 _MEMORY_TYPE, _DEVICE_ORDINAL, _DEVICE_MEMORY = 2, 9, 2
+_MAX_THREADS = 0
 
 
 class DriverError(RuntimeError):
@@ -82,6 +83,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuModuleLoadData": (_OUT_HANDLE, c_char_p),
     "cuModuleGetFunction": (_OUT_HANDLE, c_void_p, c_char_p),
+    "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
     "cuGraphGetNodes": (c_void_p, _HANDLES, _OUT_SIZE),
     "cuGraphNodeGetType": (c_void_p, c_void_p),
     "cuGraphMemsetNodeGetParams": (c_void_p, POINTER(MemsetParams)),
@@ -183,23 +185,27 @@ class RawGraphDriver:
         self._call("cuGraphDestroyNode", node)
 
     def _load_fill(self) -> int | str:
-        module, function = c_void_p(), c_void_p()
+        module, function, max_threads = c_void_p(), c_void_p(), c_int()
         try:
             self._call("cuModuleLoadData", module, fill_kernel.PTX)
             self._call("cuModuleGetFunction", function, module, fill_kernel.NAME)
+            # A driver that loads lazily compiles it now, where a failure does no harm, not at instantiation.
+            self._call("cuFuncGetAttribute", max_threads, _MAX_THREADS, function)
         except DriverError as error:
             return f"the fill kernel cannot be loaded: {error}"
-        assert function.value
+        if not function.value or max_threads.value < fill_kernel.BLOCK:
+            return f"the fill kernel cannot be launched: blocks have at most {max_threads.value} threads"
         return function.value
 
     def _neighbours(self, name: str, node: int) -> list[tuple[int, bytes]]:
-        count = c_size_t()
-        self._call(name, node, None, None, count)
-        if not count.value:
-            return []
-        nodes, data = (c_void_p * count.value)(), (EdgeData * count.value)()
-        self._call(name, node, nodes, data, count)
-        return list(zip(_handles(nodes, count.value), map(bytes, data), strict=False))
+        """Asked with room to spare, as asking for their number alone is an error where edges hold data."""
+        capacity = 8
+        while True:
+            nodes, data, count = (c_void_p * capacity)(), (EdgeData * capacity)(), c_size_t(capacity)
+            self._call(name, node, nodes, data, count)
+            if count.value < capacity:
+                return list(zip(_handles(nodes, count.value), map(bytes, data), strict=False))
+            capacity *= 4
 
     def _call(self, name: str, *args: Any) -> None:
         error = getattr(self._driver, name)(*args)
