@@ -253,6 +253,18 @@ def test_kernels_that_start_early_around_memsets(cuda, pool, driver):
             assert torch.equal(out, forward())
 
 
+def test_a_sum_of_many_blocks(cuda, pool, driver):
+    """PyTorch clears the counters of its blocks with a memset before each run; were they not cleared, the sum
+    would be wrong from the second replay on."""
+    x = torch.ones(8192, 8192, device="cuda")
+    program, out = captured_both_ways(cuda, pool, driver, lambda: x.sum(), at_least=1)
+    for value in (1.0, 3.0, 0.5):
+        x.fill_(value)
+        out.fill_(float("nan"))
+        program.replay()
+        assert out.item() == value * 8192 * 8192
+
+
 def test_matrix_products_that_cublas_splits(cuda, pool, driver):
     """Whether it does, and clears memory for it, is its own choice."""
     for rows, columns, depth in ((2048, 1024, 3072), (2048, 1024, 2048), (128, 1024, 8192), (16, 64, 16384)):
