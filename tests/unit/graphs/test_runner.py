@@ -313,6 +313,7 @@ def test_report_schema(device: EmulatedDevice, store: GraphStore) -> None:
     ]
     assert report["eager"] == [{"phase": "decode", "reason": "capture_failed", "count": 1}]
     assert [g["num_tokens"] for g in report["graphs"]] == [16, 4]
+    assert [g["memsets"] for g in report["graphs"]] == [0, 0]
     assert len(report["failures"]) == 1
     log.clear()
     assert build_report(plan={}, store=store, log=log)["steps"] == []
