@@ -10,11 +10,8 @@ and may be called from many threads. Read ``pixels.py`` and ``positions.py`` for
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     from gapless.multimodal.sampling import FrameSampling
     from gapless.multimodal.videos import VideoFrames
 
-_HASHED_APART = 1 << 18
-"""Bytes of pixels; fewer are hashed in the time it takes to tell a thread."""
 _FALLBACK_FPS = 24.0
 """Of frames that nothing is known about, as Transformers assumes."""
 
@@ -234,31 +229,14 @@ class _Plan:
         source = self.source
         pictures = [_picture(frame, source.name) for frame in source.frames]
         pixels_FHW3 = resized(source.settings, pictures, source.grid_thw)
-        content_hash = _hashed_meanwhile(source, pixels_FHW3)
         return MediaItem(
             kind=source.kind,
             patches_PC=patches(source.settings, pixels_FHW3, source.grid_thw),
             grid_thw=source.grid_thw,
-            content_hash=content_hash(),
+            content_hash=_content_hash(source, pixels_FHW3),
             ranges=self.ranges,
             normalisation=normalisation(source.settings, pixels_FHW3),
         )
-
-
-def _hashed_meanwhile(source: _Source, pixels_FHW3: np.ndarray) -> Callable[[], bytes]:
-    """What waits for the hash. It takes longer than patches do, and neither holds the interpreter: large ones
-    are hashed in a thread."""
-    if pixels_FHW3.nbytes < _HASHED_APART:
-        return partial(_content_hash, source, pixels_FHW3)
-    return _hashing_threads().submit(_content_hash, source, pixels_FHW3).result
-
-
-@cache
-def _hashing_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="gapless-hash")
-
-
-os.register_at_fork(after_in_child=_hashing_threads.cache_clear)  # a child has none of its parent's threads
 
 
 def _content_hash(source: _Source, pixels_FHW3: np.ndarray) -> bytes:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import tempfile
-import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +25,6 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 
 from gapless.errors import ModelError, RequestError
 from gapless.models.tokenizer import load_tokenizer
-from gapless.multimodal import processor as processor_module
 from gapless.multimodal.items import MediaPrompt
 from gapless.multimodal.opening import open_processor
 from gapless.multimodal.pixels import PixelSettings, grid_of
@@ -306,45 +302,6 @@ def test_items_follow_their_placeholders_whatever_their_kind() -> None:
     )
     assert [item.kind for item in made.items] == ["image", "video", "image"]
     assert [item.num_tokens for item in made.items] == [1, 1, 2]
-
-
-def test_large_pictures_are_hashed_in_a_thread_to_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    content_hash = processor_module._content_hash
-
-    def hashed(source: Any, pixels_FHW3: np.ndarray) -> bytes:
-        threads.append(threading.current_thread().name)
-        return content_hash(source, pixels_FHW3)
-
-    monkeypatch.setattr(processor_module, "_content_hash", hashed)
-    names = []
-    for limit in (1, 1 << 30):
-        monkeypatch.setattr(processor_module, "_HASHED_APART", limit)
-        made = processor_for("qwen3_vl").prompt(IMAGE_PROMPT, images=[random_image(16, 8)])
-        names.append(made.items[0].content_hash)
-    assert names[0] == names[1]
-    assert threads[0].startswith("gapless-hash")
-    assert threads[1] == threading.current_thread().name
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_hashes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_module, "_HASHED_APART", 1)
-    processor, image = processor_for("qwen3_vl"), random_image(16, 8)
-    expected = processor.prompt(IMAGE_PROMPT, images=[image]).items[0].content_hash
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-
-    def child() -> None:
-        sender.send(processor.prompt(IMAGE_PROMPT, images=[image]).items[0].content_hash)
-
-    forked = multiprocessing.get_context("fork").Process(target=child)
-    forked.start()
-    try:
-        assert receiver.poll(20)
-        assert receiver.recv() == expected
-    finally:
-        forked.kill()
-        forked.join()
 
 
 @pytest.mark.parametrize("change", ["pixels", "grid", "mean"])
