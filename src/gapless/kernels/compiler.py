@@ -22,6 +22,8 @@ from triton import AsyncCompileMode
 
 logger = logging.getLogger(__name__)
 
+_MOST_HELD_BACK_S = 1.0
+
 _lock = threading.Lock()
 _preparing: threading.Thread | None = None
 
@@ -57,7 +59,8 @@ class WithLaunchers(AsyncCompileMode):
     """Triton's mode in which kernels compile in threads, with their launchers."""
 
     def __init__(self, executor: Executor, *, begins: threading.Event) -> None:
-        """Nothing is compiled before ``begins`` is set. A kernel that fails is left for its first launch."""
+        """Nothing is compiled before ``begins`` is set, or a second has passed: whoever waits for a kernel in
+        the meantime would wait for ever. A kernel that fails is left for its first launch."""
         super().__init__(executor, ignore_errors=True)
         self._begins = begins
         self._signatures: set[tuple[Any, ...]] = set()
@@ -72,7 +75,7 @@ class WithLaunchers(AsyncCompileMode):
                 self.executor.submit(self._build_launcher, source)
 
         def compile_one() -> Any:
-            self._begins.wait()
+            self._begins.wait(_MOST_HELD_BACK_S)
             compiled = compile_fn()
             if not is_apart:
                 build_launcher(compiled.src, compiled.metadata)
@@ -81,7 +84,7 @@ class WithLaunchers(AsyncCompileMode):
         return super().submit(key, compile_one, finalize_fn)
 
     def _build_launcher(self, source: Any) -> None:
-        self._begins.wait()
+        self._begins.wait(_MOST_HELD_BACK_S)
         build_launcher(source, _ANY_METADATA)
 
 

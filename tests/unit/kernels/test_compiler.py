@@ -92,6 +92,18 @@ def test_threads_that_begin_late_compile_nothing_before_they_are_told(built: lis
     assert log == ["compiled"] * 2
 
 
+def test_who_waits_for_a_kernel_before_they_are_told_does_not_wait_for_ever(
+    built: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_MOST_HELD_BACK_S", 0.05)
+    with compiling_ahead(begins_late=True):
+        from triton.runtime._async_compile import active_mode
+
+        mode = active_mode.get()
+        assert mode is not None
+        assert mode.submit("a key", lambda: SimpleNamespace(src=None, metadata=None), built.append).result()
+
+
 def scaled(x, out, n, TILE):  # type: ignore[no-untyped-def]
     pass
 
