@@ -159,6 +159,7 @@ def of_validation(error: ValidationError) -> ApiError:
         return ApiError(f"field {param!r} is required", param=param, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
     if kind == "value_error":
+        param = param or getattr(first["ctx"]["error"], "field", None)
         names_it = param is None or message.startswith(param)
         return ApiError(message if names_it else f"{param}: {message}", param=param, code="invalid_value")
     shown = _shorten(given)
