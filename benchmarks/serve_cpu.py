@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "serve"))
 from engine_process_fakes import VOCAB_SIZE, CountingRunner, make_info
 from serve_streams import cpu_s, engine_pid_of, measure_streams
 
-from gapless.bench.meta import describe_run, package_version
+from gapless.bench.meta import describe_run
 from gapless.engine.core import EngineCore
 from gapless.models.sources import open_tokenizer
 from gapless.serve.app import create_app
@@ -218,12 +219,13 @@ def main() -> int:
     streams = measure_streams(num_requests=arguments.requests, num_streams=arguments.streams, num_tokens=24)
     print(
         f"{streams['requests']} requests, {streams['streams']} at once: {streams['wrong_answers']} wrong,"
-        f" left {streams['left']}, grown by {streams['growth_mb']} MB"
+        f" left {streams['left']}, grown by {streams['growth_mb']} MB in all,"
+        f" {streams['usual_growth_mb']} in a twentieth of them"
     )
     dearest_us = max(row["both_us_per_token"] for row in rows if row["streams"] >= MANY)
     result = {
         "benchmark": "serve_cpu",
-        "meta": describe_run() | {name: package_version(name) for name in PACKAGES},
+        "meta": describe_run() | {name: metadata.version(name) for name in PACKAGES},
         "load_average": os.getloadavg(),
         "wakeup_us": one_wakeup_us,
         "rows": rows,

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,10 @@ TIE = 1e-3
 """Log-probabilities of the best two tokens further apart than this do not change places by rounding."""
 SETTLED = 0.1
 """The part of the requests after which memory may not grow: until then caches fill."""
-MAX_GROWTH_MB = 16.0
+MAX_GROWTH_MB = 32.0
+"""In all: what the allocator keeps after the longest backlog there was, which a loaded machine makes."""
+MAX_USUAL_GROWTH_MB = 0.25
+"""In the median twentieth: a leak grows in each of them, a backlog in few. 250 bytes a request of 20,000."""
 HEARTBEAT_S = 1.5
 """The engine tells its numbers once a second."""
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -175,7 +180,9 @@ async def _measure(server: Server, num_requests: int, num_streams: int, num_toke
     left = await _what_is_left(server, files_before)
     total = num_requests * num_tokens
     settled = [row for row in memory if row["requests"] >= SETTLED * num_requests]
-    growth = {name: round(settled[-1][name] - settled[0][name], 1) for name in ("http", "engine")}
+    names = ("http", "engine")
+    growth = {name: round(settled[-1][name] - settled[0][name], 1) for name in names}
+    usual = {name: statistics.median(b[name] - a[name] for a, b in pairwise(settled)) for name in names}
     return {
         "requests": num_requests,
         "streams": num_streams,
@@ -187,12 +194,14 @@ async def _measure(server: Server, num_requests: int, num_streams: int, num_toke
         "left": left,
         "memory_mb": memory,
         "growth_mb": growth,
+        "usual_growth_mb": _rounded(usual),
         "tokens_per_s": round(total / wall_s),
         "tokens_per_event": round(total / (num_events - num_requests), 2),  # each ends with a [DONE]
         "http_us_per_token": round(1e6 * (cpu_after["http"] - cpu_before["http"]) / total, 1),  # and request
         "is_ok": not wrong
         and not any(left.values())
-        and all(value <= MAX_GROWTH_MB for value in growth.values()),
+        and max(growth.values()) <= MAX_GROWTH_MB
+        and max(usual.values()) <= MAX_USUAL_GROWTH_MB,
     }
 
 
@@ -262,4 +271,4 @@ def resident_mb(pid: int) -> float:
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 1) for name, value in values.items()}
+    return {name: round(value, 2) for name, value in values.items()}

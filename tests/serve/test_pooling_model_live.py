@@ -64,7 +64,9 @@ def test_its_plan_is_that_of_a_pooling_model_and_graphs_serve_it(url):
     info = httpx.get(f"{url}/server_info").json()
     reasons = [decision["reason"] for decision in info["plan"]["decisions"]]
     assert any("pooling models have no decode steps" in reason for reason in reasons), reasons
-    assert {row["phase"] for row in info["report"]["steps"]} == {"prefill"}
+    replayed = {row["phase"] for row in info["report"]["steps"]}
+    assert "prefill" in replayed
+    assert "decode" not in replayed
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

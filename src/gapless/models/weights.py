@@ -86,9 +86,7 @@ def load_safetensors(
         names_text = ", ".join(list(missing)[:3]) + (" …" if len(missing) > 3 else "")
         if set(missing) == {_HEAD}:
             base = model.info.architecture.replace("ForCausalLM", "Model")
-            names_text += (
-                f"; if the model is for embeddings alone, its config must name the architecture {base}"
-            )
+            names_text += f"; a model for embeddings alone must name the architecture {base} in its config"
         raise ModelError(f"{folder}: {len(missing)} tensors are missing from the shards: {names_text}")
     if repeated_head is not None:
         _check_tied(repeated_head[1], embedding.tensor, source=str(repeated_head[0]))
