@@ -1,7 +1,7 @@
 """The words of a command line, before typer reads them.
 
-Spellings that users of other engines know are brought to one, and an option that is given two values under two
-names is refused: typer would take the last one, and a server would start with half of what was asked for.
+Spellings that users of other engines know are brought to one, and an option that is given two values under
+two names is refused: typer would take the last one, and a server would start with half of what was asked for.
 Read ``options.py`` for the options.
 """
 
@@ -38,8 +38,9 @@ def normalise_args(args: list[str], known: Collection[str]) -> list[str]:
 
 def refuse_contradictions(args: Sequence[str], params: Sequence[Any]) -> None:
     """``args`` as ``normalise_args`` returns them; ``params``: the command's. Raises ``ConfigError`` for an
-    option that has two values under two names, or is switched on and off. Under one name the last value counts,
-    as everywhere, so that a script's own can be overridden; options that may be repeated are left alone."""
+    option that has two values under two names, or is switched on and off. Under one name the last value
+    counts, as everywhere, so that a script's own can be overridden; options that may be repeated are left
+    alone."""
     options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     given: dict[str, tuple[str, str, str]] = {}
     words = iter(args)
