@@ -94,7 +94,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(str(error), param=_param_of(str(error)))
+        return ApiError(str(error), param=_param_of(str(error)), code="invalid_value")
     if isinstance(error, EngineBusyError):
         return ApiError(
             str(error),
