@@ -94,6 +94,8 @@ class ProcessClient:
         self._last_life_s = time.monotonic()
         self._is_draining = False
         self._is_closing = False
+        self._is_told_to_end = False
+        """Its death is no failure then: callers are told of the end of the server (503), not of a fault."""
         self._death: EngineDeadError | None = None
         self._failed: Failed | None = None
         self._started = asyncio.Event()  # ready, or dead
@@ -136,6 +138,7 @@ class ProcessClient:
             return 0
         self._is_draining = self._is_closing = True
         if process.is_alive() and self.is_alive:
+            self._is_told_to_end = True
             self._send(Shutdown(drain_s=drain_s))
             await self._join(drain_s + _EXIT_MARGIN_S)
         elif self._failed is not None:
@@ -258,7 +261,7 @@ class ProcessClient:
             self._queries.pop(query.query_id, None)
 
     def _admit(self, request_id: str, num_choices: int, num_bytes: int = 0) -> None:
-        if self._is_draining and self._death is None:
+        if self._is_draining and (self._death is None or self._is_told_to_end):
             raise EngineDrainingError("the server is shutting down and takes no new requests")
         self._require_alive()
         if request_id in self._streams or request_id in self._embeddings:
@@ -379,13 +382,19 @@ class ProcessClient:
         for request_id in list(self._streams):
             stream = self._forget(request_id)
             assert stream is not None
-            stream.fail(EngineDeadError(message))
+            stream.fail(self._fault(message))
         for embedding in self._embeddings.values():
-            _set_exception(embedding, EngineDeadError(message))
+            _set_exception(embedding, self._fault(message))
         for query in self._queries.values():
-            _set_exception(query, EngineDeadError(message))
+            _set_exception(query, self._fault(message))
         self._started.set()
         self._died.set()
+
+    def _fault(self, message: str) -> Exception:
+        """What waits for an answer that will not come is told."""
+        if self._is_told_to_end:
+            return EngineDrainingError("the server is shutting down and has ended this request")
+        return EngineDeadError(message)
 
     async def _join(self, limit_s: float) -> None:
         process = self._process
