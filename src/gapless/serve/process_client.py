@@ -21,6 +21,7 @@ from gapless.errors import ConfigError, RequestError
 from gapless.serve.admission import Admission
 from gapless.serve.channel import Addresses, ClientChannel
 from gapless.serve.client import EngineDeadError, EngineDrainingError, ReplicaView
+from gapless.serve.delivery import Delivery
 from gapless.serve.engine_process import EngineOpener, launch
 from gapless.serve.messages import (
     AbortRequest,
@@ -87,6 +88,8 @@ class ProcessClient:
         self._info: EngineInfo | None = None
         self._admission: Admission | None = None
         self._streams: dict[str, AnswerStream] = {}
+        self._delivery = Delivery(self._deliver)
+        self._reads_on = False
         self._embeddings: dict[str, asyncio.Future[list[float]]] = {}
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._query_ids = itertools.count()
@@ -296,23 +299,32 @@ class ProcessClient:
 
     def _read(self) -> None:
         """The wire has something; called by the event loop."""
+        if not self._reads_on:  # else it is coming anyway
+            self._read_some()
+
+    def _read_some(self) -> None:
+        """What one turn of the event loop is given, and the next turn if that was not all."""
+        is_rest = True
         for _ in range(_MESSAGES_PER_TURN):
             message = None if self._channel is None else self._channel.receive()
             if message is None:
-                return
+                is_rest = False
+                break
             self._handle(message)
-        asyncio.get_running_loop().call_soon(self._read)
+        self._reads_on = self._delivery.hand_out() or is_rest
+        if self._reads_on:
+            asyncio.get_running_loop().call_soon(self._read_some)
 
     def _read_all(self) -> None:
         while self._channel is not None and (message := self._channel.receive()) is not None:
             self._handle(message)
+        self._delivery.hand_out(None)
 
     def _handle(self, message: FromEngine) -> None:
         self._last_life_s = time.monotonic()
         match message:
             case StepOutput():
-                for delta in message.deltas:
-                    self._deliver(delta)
+                self._delivery.add(message.deltas)
             case Heartbeat():
                 self._stats = message.stats
             case Refused():
@@ -378,6 +390,7 @@ class ProcessClient:
     def _die(self, message: str) -> None:
         if self._death is not None:
             return
+        self._delivery.hand_out(None)
         self._death = EngineDeadError(message)
         for request_id in list(self._streams):
             stream = self._forget(request_id)
