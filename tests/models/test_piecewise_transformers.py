@@ -20,6 +20,7 @@ from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.transformers_interface import attach_attention
 from gapless.errors import CompileError, ModelError
 from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.capabilities import TcCompiler
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
@@ -69,7 +70,7 @@ def make_model(family: str, *, experts: str | None = None) -> PreTrainedModel:
 class Served:
     """A model behind piecewise graphs of ``SIZES`` tokens: one request whose tokens fill the bucket."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, compiler: TcCompiler = "eager") -> None:
         experts = "grouped_mm" if family == "qwen3_moe" else None
         self.reference = make_model(family, experts=experts)
         self.model = make_model(family, experts=experts)
@@ -79,7 +80,10 @@ class Served:
             layer.bind(backend, torch.full(shape, torch.nan), torch.full(shape, torch.nan))
         device = EmulatedDevice()
         self.forward = install(
-            self.model, config=PiecewiseConfig(split_ops=(ATTENTION_OP,)), device=device, default_dim=1
+            self.model,
+            config=PiecewiseConfig(split_ops=(ATTENTION_OP,), compiler=compiler),
+            device=device,
+            default_dim=1,
         )
         self.store = GraphStore(device)
         self.ids = {n: torch.arange(n)[None] % VOCAB for n in SIZES}
