@@ -61,6 +61,18 @@ class Tiles:
     num_stages: int = 3
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatedTiles:
+    """How the kernel of ``gated_product_jit.py`` cuts a product up; its arguments are explained there."""
+
+    block_t: int
+    block_o: int
+    block_i: int
+    num_stages: int
+    shared_by: int
+    skew: int
+
+
 def token_bucket(num_tokens: int) -> int:
     """Calls with up to this many tokens share a choice."""
     return next_power_of_2(max(num_tokens, 1))
