@@ -1,10 +1,12 @@
 """The gated product of many tokens: cuBLAS alone, with the activation's kernel, and what does both.
 
-Every variant runs in a process of its own with a time limit, so that one that hangs costs only itself; all
-start at once and are let onto the GPU one after another. Each is checked against float32 first: also with
-numbers of tokens that fill no tile, into memory that held NaN, and for equal results of equal calls. Times
-are medians in microseconds of a CUDA graph that multiplies the matrices of several layers, random and more
-than any cache holds; cuBLAS is timed first and last. ``--quick``: the two largest numbers of tokens only.
+Every variant runs in a process of its own; all compile at once and are let onto the GPU one after another,
+each with a limit that begins with its turn, so that one that hangs costs only itself. A process says what it
+has done, stage after stage from one tile of one launch on: of one that hangs or fails the row names the last
+stage and has the figures so far. Each is checked against float32 first, also with numbers of tokens that fill
+no tile, into memory that held NaN, and for equal results of equal calls. Times are medians in microseconds of
+a CUDA graph that multiplies the matrices of several layers, random and more than any cache holds; cuBLAS is
+timed first and last. ``--quick``: the two largest numbers of tokens only.
 
 Usage: gate_up_products.py [--quick] [--output FILE]
 The last line is the result as JSON.
@@ -13,6 +15,7 @@ The last line is the result as JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -32,10 +35,10 @@ VARIANTS: dict[str, dict[str, int]] = {
     "128x128": {"block_o": 128, "num_stages": 4, "shared_by": 16, "skew": 0},
     "128x128 skewed": {"block_o": 128, "num_stages": 4, "shared_by": 16, "skew": 3},
     "128x128 skewed, 8 tall": {"block_o": 128, "num_stages": 4, "shared_by": 8, "skew": 3},
-    "128x128 skewed, 32 tall": {"block_o": 128, "num_stages": 4, "shared_by": 32, "skew": 3},
     "128x64 skewed": {"block_o": 64, "num_stages": 6, "shared_by": 16, "skew": 4},
 }
-LIMIT_S, ALL_S = 40.0, 85.0
+LIMIT_S, ALL_S = 12.0, 70.0
+"""Of one variant, from its turn on, and of everything."""
 MIN_BYTES = 200 << 20
 
 
@@ -61,29 +64,51 @@ def main() -> None:
 
 
 class Child:
-    """A process that prints a line when it has compiled, and its result when it has been given a line."""
+    """A process that prints ``ready`` when it has compiled and goes on when it has been given a line. From
+    then on it prints stages and, as JSON, everything it has found so far."""
 
     def __init__(self, name: str, *, quick: bool) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, __file__, "--variant", name, *(["--quick"] if quick else [])]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1
         )
+        self.lines: list[str] = []
+        self.is_ready = threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+            self.is_ready.set()
+        self.is_ready.set()
 
     def run(self, end: float) -> dict[str, Any]:
+        start = time.monotonic()
+        self.is_ready.wait(max(end - start, 0.1))
+        waited = time.monotonic() - start
+        if self.lines and self.process.poll() is None:
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write("go\n")
         limit = max(min(LIMIT_S, end - time.monotonic()), 0.1)
-        timer = threading.Timer(limit, self.process.kill)
-        timer.start()
-        try:
-            out, _ = self.process.communicate("go\n")
-        finally:
-            timer.cancel()
-        self.log.seek(0)
-        lines = out.splitlines()
-        if self.process.returncode == 0 and lines:
-            return json.loads(lines[-1])
-        why = f"exit status {self.process.returncode} (-9: killed after {limit:.0f} s)"
-        return {"error": f"{why}; printed: {lines[-3:]}; {self.log.read()[-1500:]}"}
+        self.reader.join(limit)
+        is_late = self.reader.is_alive()
+        if is_late:
+            self.process.kill()
+            self.reader.join(3)
+        else:
+            self.process.wait(3)
+        found = [json.loads(line) for line in self.lines if line.startswith("{")]
+        result: dict[str, Any] = found[-1] if found else {}
+        if is_late or self.process.returncode != 0:
+            why = f"killed after {limit:.0f} s" if is_late else f"exit status {self.process.returncode}"
+            stages = [line for line in self.lines if not line.startswith("{")]
+            self.log.seek(0)
+            result["error"] = f"{why}, ready after {waited:.0f} s; did: {stages}; {self.log.read()[-1500:]}"
+        return result
 
 
 def run_variant(name: str, tokens: tuple[int, ...]) -> None:
@@ -113,18 +138,25 @@ def run_variant(name: str, tokens: tuple[int, ...]) -> None:
         return out
 
     ways = {"ours": ours} if tiles else {"cublas": cublas, "cublas + silu": two_steps}
+    sizes = [hidden for hidden, _ in SHAPES.values()]
+    if tiles:
+        sizes.insert(0, 64 * tiles.num_stages)
     with compiling_ahead():
-        for hidden, _ in SHAPES.values():
-            x, weight = (torch.empty(256, hidden, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-            (ours if tiles else two_steps)(x, weight)
+        for hidden in sizes:
+            for dtype in (torch.bfloat16, torch.float16) if tiles else (torch.bfloat16,):
+                x, weight = (torch.empty(256, hidden, dtype=dtype, device="cuda") for _ in range(2))
+                (ours if tiles else two_steps)(x, weight)
     print("ready", flush=True)
     sys.stdin.readline()
     result: dict[str, Any] = {}
+    if tiles:
+        run_small(ours, tiles)
     for model, (hidden, inner) in SHAPES.items():
         num_layers = max(2, -(-MIN_BYTES // (4 * inner * hidden)))
         weights = [make((2 * inner, hidden), hidden**-0.5) for _ in range(num_layers)]
         if tiles:
             result[model + " error"] = check(ours, hidden, weights[0])
+            print(f"{model} is right", flush=True)
         num_rounds = -(-8 // num_layers)
         for num_tokens in tokens:
             x = make((num_tokens, hidden), 1.0)
@@ -132,8 +164,31 @@ def run_variant(name: str, tokens: tuple[int, ...]) -> None:
                 run = partial(call_all, multiply, x, weights * num_rounds)
                 figure = round(1e3 * time_in_graph(run) / (num_rounds * num_layers), 2)
                 result.setdefault(label, {}).setdefault(model, {})[str(num_tokens)] = figure
+                print(json.dumps(result), flush=True)
         del weights
-    print(json.dumps(result))
+
+
+def run_small(ours: Callable[..., Any], tiles: Any) -> None:
+    """One launch after another, each with more of what may go wrong than the one before."""
+    import torch
+    import torch.nn.functional as F
+
+    ring = 64 * tiles.num_stages
+    for stage, num_tokens, hidden, inner in (
+        ("one tile, each buffer used once", 128, ring, tiles.block_o),
+        ("one tile", 128, 1024, tiles.block_o),
+        ("a tile for each program", 512, 1024, 8 * tiles.block_o),
+        ("two tiles for most programs", 128, 1024, 200 * tiles.block_o),
+        ("many tiles", 4096, 1024, 16 * tiles.block_o),
+    ):
+        x, weight = make((num_tokens, hidden), 1.0), make((2 * inner, hidden), hidden**-0.5)
+        gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=-1)
+        expected = F.silu(gate) * up
+        torch.cuda.synchronize()
+        out = ours(x, weight)
+        torch.cuda.synchronize()
+        error = float((out.float() - expected).norm() / expected.norm())
+        print(f"{stage}: error {error:.1e}", flush=True)
 
 
 def call_all(multiply: Callable[..., object], x: Any, weights: list[Any]) -> None:
@@ -173,18 +228,16 @@ def check(ours: Callable[..., Any], hidden: int, weight: Any) -> float:
 
 def show(results: dict[str, dict[str, Any]], tokens: tuple[int, ...]) -> None:
     for name, result in results.items():
-        if "error" in result:
-            print(f"{name}: {result['error']}")
-            continue
-        for label, models in result.items():
-            if label.endswith(" error"):
-                print(f"{name}: {label} {models:.1e}")
+        for label, found in result.items():
+            if label == "error" or label.endswith(" error"):
+                print(f"{name}: {label} {found}")
                 continue
-            for model, figures in models.items():
+            for model, figures in found.items():
                 hidden, inner = SHAPES[model]
                 shown = [
                     f"{t}: {figures[str(t)]} ({4e-6 * t * hidden * inner / figures[str(t)]:.0f} TFLOP/s)"
                     for t in tokens
+                    if str(t) in figures
                 ]
                 print(f"{name}, {label}, {model}: " + "  ".join(shown))
 

@@ -115,9 +115,11 @@ def bring(
             x_TI, [first_t, early * BLOCK_I], full_S.index(early), x_STI.index(early)
         )
     turn = STAGES
-    first_column = STAGES * BLOCK_I
     for tile in range(program, num_tiles, gl.num_programs(0)):
         first_t, first_o = place(tile, num_tokens, num_out, BLOCK_T, BLOCK_O, SHARED_BY)
+        # Not a variable that is set to 0 after the first tile: what only bounds an inner loop, Triton 3.6
+        # takes for dead and never updates (``loop_bounds.py`` of the tests).
+        first_column = gl.where(tile == program, STAGES * BLOCK_I, 0)
         for column in range(first_column, NUM_IN, BLOCK_I):
             stage = turn % STAGES
             full = full_S.index(stage)
@@ -127,7 +129,6 @@ def bring(
             tma.async_copy_global_to_shared(x_TI, [first_t, column], full, x_STI.index(stage))
             bring_weights(weight_OI, weight_SOI.index(stage), full, first_o, num_out, column)
             turn += 1
-        first_column = 0
 
 
 @gluon.jit

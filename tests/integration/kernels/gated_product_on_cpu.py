@@ -5,11 +5,14 @@ arrival, is drawn at random. Copies and products happen as late as they may: a c
 when it is started and with data when its barrier completes, a product reads its operands when it is waited
 for, a store to memory reads its buffer when that is waited for. So a kernel that waits too little or fills a
 buffer too early gives NaN or other numbers, one whose waits never end is reported, and so is a barrier that
-is given more arrivals than it expects. Layouts and registers do not exist here.
+is given more arrivals than it expects. Layouts and registers do not exist here; where the compiler would not
+do what Python does (``loop_bounds.py``), nothing runs.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
 import threading
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from gapless.kernels import gated_product_jit
 from gapless.kernels.linear_choice import GatedTiles
+from loop_bounds import frozen_bounds
 
 
 def run_kernel(
@@ -44,6 +48,11 @@ def run_kernel(
             EARLY=True,
         )
         assert machine.has_waited, "results of the kernel ahead are read without a wait"
+
+
+@functools.cache
+def _frozen_bounds() -> list[str]:
+    return frozen_bounds(inspect.getsource(gated_product_jit))
 
 
 class Descriptor:
@@ -145,6 +154,7 @@ class Machine:
         self._error: BaseException | None = None
         self._local = threading.local()
         self._begin_group()
+        assert not _frozen_bounds(), f"the compiler never updates {_frozen_bounds()}"
         module = vars(gated_product_jit)
         self.functions: dict[str, Any] = module | {
             "gl": self._language(),
@@ -323,6 +333,7 @@ class Machine:
             split=lambda value: value.unbind(-1),
             exp=torch.exp,
             minimum=min,
+            where=lambda condition, value, other: value if condition else other,
             cdiv=lambda a, b: -(-a // b),
             static_range=range,
         )
