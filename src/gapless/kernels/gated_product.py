@@ -19,6 +19,7 @@ from gapless.kernels.linear_choice import GatedTiles
 from gapless.kernels.select import launch_options
 
 
+@functools.cache
 def can_run_gated(device: torch.device) -> bool:
     """Whether the GPU and Triton are ones the kernel was written for."""
     if device.type != "cuda" or torch.version.hip is not None or read_env().triton_interpret:
