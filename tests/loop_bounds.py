@@ -1,7 +1,7 @@
 """Finds variables of kernels that Triton's compiler never updates.
 
 What a loop carries from one round to the next is dead for Triton 3.6 if nothing uses it but the bounds of a
-loop inside: those are not looked at (``ForOpDeadArgElimination``), and every round sees the first value:
+loop inside: those are not looked at (triton 9036), and every round sees the first value:
 
     first = 4
     for tile in range(program, num_tiles):
