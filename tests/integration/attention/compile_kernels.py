@@ -15,8 +15,18 @@ from sass import disassemble, unwritten_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from gapless.attention import hopper_kernels, hopper_prefill, triton_decode, triton_kernels, triton_varlen
+from gapless.attention import (
+    hopper_kernels,
+    hopper_prefill,
+    hopper_role_tiles,
+    hopper_roles,
+    triton_decode,
+    triton_kernels,
+    triton_varlen,
+)
+from gapless.attention.hopper_role_tiles import ROLE_TILES
 from gapless.attention.tile_rules import decode_tile, hopper_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
@@ -43,6 +53,9 @@ def compile_kernel(
             signature[name] = "*i32"
         elif name.startswith(("part_", "stat_")):
             signature[name] = "*fp32"
+        elif name.endswith("_cache") and constants.get("USE_TMA"):
+            layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+            signature[name] = f"tensordesc<{_TYPE_NAMES[dtype]}[{constants['PAGE_ROWS']}, 64],{layout!r}>"
         elif name.endswith(("_THD", "_TKD", "_SHD", "_cache")):
             signature[name] = "*" + _TYPE_NAMES[dtype]
     places = {name: index for index, name in enumerate(kernel.arg_names)}
@@ -110,8 +123,10 @@ def main() -> None:
     merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
     compile_hopper_kernels([(2, 128, 4096)])
+    compile_role_kernels(["tma"])
     compile_encoder_kernels([(80, 8192, 8)])
     if "--all" in sys.argv:
+        compile_role_kernels(list(ROLE_TILES))
         compile_hopper_kernels([(4, 128, 512), (1, 128, 4096), (3, 64, 4096), (3, 64, 512)])
         compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
 
@@ -127,6 +142,17 @@ def compile_hopper_kernels(shapes: list[tuple[int, int, int]]) -> None:
         options = {"num_warps": constants.pop("num_warps")}
         constants["EARLY"] = True
         kernel = hopper_kernels.hopper_prefill_kernel
+        print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
+
+
+def compile_role_kernels(names: list[str]) -> None:
+    for name in names:
+        constants = dict(
+            hopper_role_tiles.constants_of(ROLE_TILES[name], 2, 128, 16, 8 * 128, torch.device("cpu"))
+        )
+        options = {"num_warps": constants.pop("num_warps")}
+        constants["EARLY"] = True
+        kernel = hopper_roles.hopper_roles_kernel
         print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
 
 

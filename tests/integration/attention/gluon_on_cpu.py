@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import product
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 
 from gapless.attention import hopper_kernels, hopper_tiles
 from ragged_batches import RaggedBatch
@@ -107,10 +108,23 @@ class Product:
 class Machine:
     """One program at a time."""
 
+    modules: tuple[ModuleType, ...] = (hopper_tiles, hopper_kernels)
+
     def __init__(self, *grid: int) -> None:
         self._grid = grid
-        modules = {**vars(hopper_tiles), **vars(hopper_kernels)}
-        self._globals = modules | {
+        modules: dict[str, Any] = {}
+        for module in self.modules:
+            modules |= vars(module)
+        self._globals = modules | self._builtins()
+        for name, value in modules.items():
+            if hasattr(value, "is_gluon"):
+                code = value.fn
+                self._globals[name] = FunctionType(code.__code__, self._globals, name, code.__defaults__)
+            elif isinstance(value, constexpr):
+                self._globals[name] = value.value
+
+    def _builtins(self) -> dict[str, Any]:
+        return {
             "gl": self._language(),
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self._copy,
@@ -121,12 +135,6 @@ class Machine:
             "warpgroup_mma_wait": self._wait_for_products,
             "warpgroup_mma_init": lambda value: Product(result=value),
         }
-        for name, value in modules.items():
-            if hasattr(value, "is_gluon"):
-                code = value.fn
-                self._globals[name] = FunctionType(code.__code__, self._globals, name, code.__defaults__)
-        for name in ("LOG2_E", "REQUESTS_AT_ONCE"):
-            self._globals[name] = modules[name].value
 
     def programs(self) -> Iterator[None]:
         for program in product(*map(range, self._grid)):
