@@ -114,7 +114,7 @@ def run_all(
         process.join(3)
         if process.is_alive():
             process.kill()
-            process.join()
+            process.join(20)
     return outcome
 
 
