@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -349,6 +350,7 @@ def test_a_memset_of_host_memory_stays_and_is_counted(cuda, pool, driver):
     assert bool((x == 9).all())
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="others use the memory that is counted here")
 def test_memory_comes_back_with_the_pool(cuda, driver):
     """Cycles of captures cost the device nothing, raw graphs and fills included."""
     x = torch.ones(1 << 20, device="cuda")

@@ -11,7 +11,11 @@ two families are in ``qwen_vl.py``.
 from __future__ import annotations
 
 import math
+<<<<<<< HEAD
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> w-vision
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
@@ -28,7 +32,7 @@ from gapless.graphs.context import in_short_warm_up
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
-from gapless.kernels.launch import can_compile_ahead, compiling_ahead
+from gapless.kernels.launch import can_compile_ahead, compiling_ahead, prepare_compiling
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
 from gapless.models.vision.fused import BlockInputs, FusedBlocks, PatchAngles, merge_gated
@@ -218,8 +222,8 @@ class VisionTower:
         values_PC = np.tile(item.patches_PC, (1, still)).astype(np.float32) / 127.5 - 1
         return replace(item, patches_PC=values_PC, normalisation=None)
 
-    def compiling_ahead(self) -> AbstractContextManager[None] | None:
-        return compiling_ahead() if can_compile_ahead(self.device) else None
+    def compiling_ahead(self) -> AbstractContextManager[Callable[[], None]] | None:
+        return compiling_ahead(begins_late=True) if can_compile_ahead(self.device) else None
 
     def embed_patches(self, patches_PC: Tensor, projection: nn.Conv3d) -> Tensor:
         """A convolution whose kernel is the whole patch is a matrix product."""
@@ -339,6 +343,7 @@ def make_tower(
     """
     from gapless.models.vision.qwen_vl import FAMILIES
 
+    prepare_compiling(device)
     family = FAMILIES.get(model_type)
     if family is None:
         raise ModelError(
