@@ -5,7 +5,7 @@ steps of the engine by batch size, split by stage (the stages are methods, wrapp
 through ``LLM.generate`` up to its only token, beside the GPU time of its graphs; and the runner's replay path
 (dispatch, fill the static inputs, launch) alone, for breakable graphs also per segment without the breaks.
 
-    python benchmarks/host_time.py --model DIR --batch 1 8 32 128 [--prefill breakable]
+    python benchmarks/host_time.py --model DIR --batch 1 8 32 128 [--prefill breakable] [--keep-memsets]
 
 Prints tables to stderr and one line of JSON to stdout.
 """
@@ -35,6 +35,8 @@ from gapless.engine.runner import ModelRunner
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.context import use_forward_context
+from gapless.graphs.device.cuda_runtime import CudaRuntime
+from gapless.graphs.device.memset_nodes import UNKNOWN
 from gapless.graphs.device.pinned import PinnedSlot
 from gapless.graphs.dispatcher import Dispatcher
 from gapless.graphs.program import EagerStep, Program
@@ -46,6 +48,8 @@ WARM_UP = 5
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.keep_memsets:
+        CudaRuntime.replace_memsets = lambda self, graph: UNKNOWN  # type: ignore[method-assign]
     opened = open_model(arguments)
     result: dict[str, Any] = {
         "benchmark": "host_time",
@@ -91,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-tokens", type=int)
     parser.add_argument("--prefill-sizes", type=int, nargs="*", help="sizes to capture, for a short start")
     parser.add_argument("--decode-sizes", type=int, nargs="*")
+    parser.add_argument("--keep-memsets", action="store_true", help="leave memset nodes in graphs")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -278,6 +283,7 @@ def replay_path(
             with clock(parts["launch"]):
                 entry.program.replay()
         figures = {name: round(statistics.median(all_us), 1) for name, all_us in parts.items()}
+        figures["memsets"] = entry.row.num_memsets
         if entry.row.num_segments > 1:
             figures["segments"] = entry.row.num_segments
             figures["per_segment"] = round(without_breaks(entry.program, device) / entry.row.num_segments, 2)

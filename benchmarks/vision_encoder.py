@@ -5,7 +5,10 @@ graphs, from patches on the host to rows on the device. Ours are pixels, as the 
 those of Transformers float32 values, as its own does. And what a hit in the exact cache costs over the replay
 of its graph alone: of pixels, of such values, and of values that are on the device already. Then 8 images in
 one call against 8 calls, and against 8 of Transformers: of 112 pixels, where a replay waits for launches and
-weights, and of 224, where large towers are bound by arithmetic. And what budgets cost at start-up, by stage.
+weights, and of 224, where large towers are bound by arithmetic. And what budgets cost at start-up, by stage,
+behind the seconds that making the tower takes (``tower_s``), beside which Triton gets ready. The first tower
+of a process pays for what comes once; where ``TRITON_CACHE_DIR`` names an empty folder all kernels are
+compiled.
 
     python benchmarks/vision_encoder.py --output benchmarks/results/vision_encoder.json
     python benchmarks/vision_encoder.py --tiny      # small towers on a CPU: only proves that it runs
@@ -103,9 +106,11 @@ def main() -> int:
         if arguments.output:
             arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
-    for name, (model_type, config) in (TINY if arguments.tiny else TOWERS).items():
+    for name in arguments.towers:
+        model_type, config = (TINY if arguments.tiny else TOWERS)[name]
         print(name, file=sys.stderr)
         found = result["towers"][name] = {}
+        begun = time.perf_counter()
         try:
             torch.manual_seed(0)
             tower = make_tower(
@@ -118,6 +123,8 @@ def main() -> int:
             )
             for parameter in tower.module.parameters():
                 parameter.data.normal_(0.0, 0.02)
+            device.synchronize()
+            found["tower_s"] = round(time.perf_counter() - begun, 3)
             measure_tower(tower, device, arguments, found, save)
             del tower
         except Exception as error:
@@ -318,6 +325,7 @@ def as_values(item: MediaItem) -> MediaItem:
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", help="default: cuda, with --tiny cpu")
+    parser.add_argument("--towers", nargs="+", help=f"of {', '.join(TOWERS)} (both)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--attention", choices=("auto", *varlen_backends()), default="auto")
     parser.add_argument("--sides", type=int, nargs="+", help="pixels of square images")
@@ -329,6 +337,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(given)
     tiny = arguments.tiny
+    known = tuple(TINY if tiny else TOWERS)
+    arguments.towers = arguments.towers or known
+    if not set(arguments.towers) <= set(known):
+        parser.error(f"--towers {' '.join(arguments.towers)}: choose from {', '.join(known)}")
     arguments.device = arguments.device or ("cpu" if tiny else "cuda")
     arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     arguments.sides = arguments.sides or ([56, 112, 224] if tiny else [224, 448, 672, 1024])

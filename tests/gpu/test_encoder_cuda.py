@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from encoder_cases import (
     assert_close,
     assert_equal,
     check_random_sets,
+    fill,
     media,
     of_transformers,
     runner_of,
@@ -24,7 +27,8 @@ from gapless.errors import ConfigError
 from gapless.graphs.device import get_device
 from gapless.graphs.encoder import EncoderFallback, EncoderMode, EncoderOptions, EncoderRunner
 from gapless.graphs.modes import Phase
-from gapless.models.vision.tower import VisionTower
+from gapless.kernels.launch import is_compiling_ahead
+from gapless.models.vision.tower import VisionTower, make_tower
 
 pytestmark = pytest.mark.gpu
 
@@ -139,6 +143,42 @@ def test_nothing_is_compiled_for_pixels_after_the_start(cuda, monkeypatch) -> No
     runner = runner_of(tiny_tower("qwen3_vl", device=cuda), "budget", device=cuda)
     monkeypatch.setattr(JITFunction, "_do_compile", None)
     runner.run([media(runner.adapter, grid, is_pixels=True) for grid in ((1, 4, 4), (3, 2, 4))])
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_warm_ups_find_every_kernel_compiled_and_its_launcher_built(
+    model_type: str, cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With Triton's store empty, and sizes that no other tower of this process has."""
+    from triton.runtime import build
+    from triton.runtime.jit import JITFunction
+
+    late: list[str] = []
+    compile_one, build_c = JITFunction._do_compile, build._build
+
+    def compiled(kernel: Any, *arguments: Any) -> Any:
+        if not is_compiling_ahead():
+            late.append(kernel.fn.__name__)
+        return compile_one(kernel, *arguments)
+
+    def built(name: str, *arguments: Any) -> str:
+        if threading.current_thread() is threading.main_thread():
+            late.append(name)
+        return build_c(name, *arguments)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(build, "_build", built)
+    config = {**CONFIGS[model_type], "hidden_size": 96, "intermediate_size": 208}
+    tower = make_tower(model_type, config, dtype=torch.bfloat16, device=cuda.torch_device)
+    fill(tower)
+    with runner_of(tower, "budget", device=cuda, max_tokens=2048, smallest_budget=64) as runner:
+        assert len(runner.report()["graphs"]) == 8
+        assert late == []
+        assert list(tmp_path.rglob("__triton_launcher*.so"))
+        items = [media(tower, grid, is_pixels=True) for grid in GRIDS]
+        assert_equal(runner.run(items), runner.padded_eager(items))
+        assert late == []
 
 
 @pytest.mark.parametrize("mode", ["budget", "exact"])

@@ -34,6 +34,7 @@ from gapless.engine.rules import refuse_missing_encoder
 from gapless.engine.runner import ModelRunner
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.batch import BatchDescriptor, BatchShape
+from gapless.graphs.capture import garbage_set_aside
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.dispatcher import MAX_PADDING_RATIO, MAX_PADDING_TOKENS, Dispatcher
@@ -43,6 +44,7 @@ from gapless.graphs.plan import GraphPlan
 from gapless.graphs.report import StepLog
 from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import FailedCapture, GraphStore
+from gapless.kernels.launch import prepare_compiling
 from gapless.models.registry import LoadedModel, load_model, read_model_info
 from gapless.models.vision.base import MediaEncoder
 from gapless.parallel.collectives import ALL_REDUCE_OPS
@@ -100,6 +102,7 @@ def open_one(
     asks_encoder = config.enable_vit_cuda_graph or config.mm_embedding_cache_tokens is not None
     if asks_encoder or config.mm_processor_kwargs:
         refuse_missing_encoder(config, read_model_info(config.model))  # before weights are read
+    prepare_compiling(torch_device)
     start = time.perf_counter()
     loaded = load_model(
         config.model,
@@ -142,7 +145,8 @@ def build_runner(
     build = _Build(config, loaded, torch_device, load_s, progress, group)
     build.encoder = encoder
     try:
-        return build.run()
+        with garbage_set_aside():
+            return build.run()
     except BaseException:
         if build.encoder is not None:
             build.encoder.release()

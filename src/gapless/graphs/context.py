@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.modes import RuntimeMode
 
@@ -25,6 +27,9 @@ class ForwardContext:
     batch: Any = None
     use_compiled: bool = False
     """A *piecewise context*: a forward with a compiled path takes it, in whatever mode the step runs."""
+    is_short_warm_up: bool = False
+    """Nobody reads what this run computes: it is there so that each kernel of a size has run once, in that
+    size. A forward of many equal layers may run one layer of each kind."""
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("gapless_forward_context", default=None)
@@ -42,6 +47,15 @@ def in_piecewise_context() -> bool:
     """Whether the running step wants the compiled path; False outside a step."""
     context = _current.get()
     return context is not None and context.use_compiled
+
+
+def in_short_warm_up() -> bool:
+    """Whether one layer of each kind is enough (``ForwardContext.is_short_warm_up``); False outside a step
+    and in code that is being traced, which serves other runs too."""
+    if torch.compiler.is_compiling():
+        return False
+    context = _current.get()
+    return context is not None and context.is_short_warm_up
 
 
 class use_forward_context:

@@ -105,9 +105,9 @@ class EncoderAdapter(Protocol[ItemT]):
 class CompilesAhead(Protocol):
     """An adapter may have this, too: its kernels are then compiled at once before the first capture."""
 
-    def compiling_ahead(self) -> AbstractContextManager[None] | None:
-        """A block in which a forward compiles its kernels side by side instead of running them; None where
-        that is not possible."""
+    def compiling_ahead(self) -> AbstractContextManager[Callable[[], None]] | None:
+        """A block in which a forward has its kernels compiled side by side instead of running them, from the
+        call of what it yields on; None where that is not possible."""
 
 
 @dataclass(kw_only=True)

@@ -50,7 +50,7 @@ def ceil_to(value: int, granule: int) -> int:
     return max(-(-value // granule), 1) * granule
 
 
-DEFAULT_FINE_FROM = 1024
+DEFAULT_FINE_FROM = 512
 """Below, a replay costs about what its kernels cost to start, padding or not; above, what its rows do."""
 
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from torch import Tensor
 
 from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.capture import garbage_set_aside
 from gapless.graphs.encoder_adapter import CompilesAhead, Values
 from gapless.graphs.encoder_budgets import Budget, Pack, Sizes, plan_packs
 from gapless.graphs.encoder_graphs import EncoderMemory, Generation
 from gapless.graphs.encoder_options import EncoderFallback
 from gapless.graphs.modes import RuntimeMode
+from gapless.graphs.products import ProductsLeftOut
 from gapless.graphs.store import SharedPool
 
 _TIMED_REPLAYS = 3
@@ -44,7 +47,8 @@ class BudgetGraphs:
         """Empty before ``capture``."""
         self.start_up_s: dict[str, float] = {}
         """Seconds of ``capture`` by stage: ``launches`` (forwards for the kernels they launch), ``compile``
-        (waiting for these), ``warm_up`` (eager runs of every size), ``capture``, ``price``, ``trim``."""
+        (until these are compiled; meanwhile libraries load theirs), ``warm_up`` (eager runs of every size),
+        ``capture``, ``price``, ``trim``."""
         self._pool = pool
         self._ladder = tuple(ladder)
         self._bounds = [memory.adapter.worst_bounds(tokens) for tokens in ladder]
@@ -61,7 +65,14 @@ class BudgetGraphs:
         """Capture every budget, largest first, and price them. While the pool exceeds ``max_bytes`` the
         largest budget is given up and the others are captured again."""
         stages = _Stages(self.start_up_s)
-        self._compile_kernels(stages)
+        with ExitStack() as stack:
+            self._compile_kernels(stages, stack)
+            self._capture_all(stages, on_progress)
+        self._plans.clear()
+        self.memory.device.trim()  # of what eager runs of every size have left beside the pool
+        stages.end("trim")
+
+    def _capture_all(self, stages: _Stages, on_progress: Callable[[int, int], None] | None) -> None:
         while True:
             chosen = [i for i in range(len(self._ladder)) if i not in self._reasons]
             failed = self._capture(chosen, on_progress)
@@ -74,10 +85,7 @@ class BudgetGraphs:
             self.generation = self._new_generation()
         self._reasons |= dict.fromkeys(failed, EncoderFallback.CAPTURE_FAILED)
         self.budgets = self._price()
-        self._plans.clear()
         stages.end("price")
-        self.memory.device.trim()  # of what eager runs of every size have left beside the pool
-        stages.end("trim")
 
     def plan(self, sizes: Sequence[Mapping[str, int]]) -> list[Pack]:
         """The cheapest packs of items with these sizes, in order. Not to be written: they are kept."""
@@ -104,16 +112,22 @@ class BudgetGraphs:
         self._plans.clear()
         self.budgets = []
 
-    def _compile_kernels(self, stages: _Stages) -> None:
+    def _compile_kernels(self, stages: _Stages, until_captured: ExitStack) -> None:
         """One after another, at their first launches, they would take most of the start. Of the sizes, the
-        smallest and the largest: kernels depend on them by rules with few cases."""
+        smallest and the largest: kernels depend on them by rules with few cases. While they compile, there is
+        time for what else a first run waits for: libraries of matrix products, and the collector."""
         adapter = self.memory.adapter
         ahead = adapter.compiling_ahead() if isinstance(adapter, CompilesAhead) else None
-        if ahead is not None:
-            with ahead:
+        if ahead is None:
+            return
+        with ahead as begin:
+            with ProductsLeftOut():
                 self.generation.compile(dict.fromkeys((self._descriptors[0], self._descriptors[-1])))
-                stages.end("launches")
-            stages.end("compile")
+            begin()
+            stages.end("launches")
+            self.generation.compile(reversed(self._descriptors))
+            until_captured.enter_context(garbage_set_aside())
+        stages.end("compile")
 
     def _capture(self, chosen: Sequence[int], on_progress: Callable[[int, int], None] | None) -> list[int]:
         """Capture budgets by index; returns those that failed."""

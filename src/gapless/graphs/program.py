@@ -76,8 +76,12 @@ class Program:
     @property
     def num_nodes(self) -> int:
         """Recorded nodes over all segments; -1 where the device cannot tell."""
-        counts = [step.segment.num_nodes for step in self._steps if isinstance(step, GraphStep)]
-        return -1 if any(count < 0 for count in counts) else sum(counts)
+        return _sum_known(step.segment.num_nodes for step in self._steps if isinstance(step, GraphStep))
+
+    @property
+    def num_memsets(self) -> int:
+        """Memset nodes over all segments; -1 where the device cannot tell."""
+        return _sum_known(step.segment.num_memsets for step in self._steps if isinstance(step, GraphStep))
 
     @property
     def break_names(self) -> tuple[str, ...]:
@@ -121,6 +125,11 @@ class Program:
         self._checks.clear()
         _reset_all(step.segment for step in self._steps if isinstance(step, GraphStep))
         self._steps.clear()
+
+
+def _sum_known(counts: Iterable[int]) -> int:
+    known = list(counts)
+    return -1 if any(count < 0 for count in known) else sum(known)
 
 
 def _reset_all(segments: Iterable[Segment]) -> None:

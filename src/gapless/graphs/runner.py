@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -274,10 +274,11 @@ class GraphRunner:
 
     def _capture_one(self, descriptor: BatchDescriptor) -> None:
         num_warmups = self.store.device.num_warmups
-        # What is made lazily for all sizes exists now; what a size makes for itself, its one run makes.
+        # What is made lazily for all sizes exists now, in every layer; what a size makes for itself, its one
+        # run of each kind of layer makes.
         times = min(num_warmups, 1) if self._is_warm else num_warmups
         try:
-            bucket = self._warm_up(descriptor, times=times)
+            bucket = self._warm_up(descriptor, times=times, is_short=self._is_warm)
         except torch.OutOfMemoryError as error:
             if self.store.peers is not None:
                 # Others may wait on the device, in a sum of their own warm-up: they cannot be asked.
@@ -291,11 +292,11 @@ class GraphRunner:
         with torch.no_grad(), use_forward_context(bucket.contexts[self.strategy.runtime_mode]):
             self._call(bucket.views)
 
-    def _warm_up(self, descriptor: BatchDescriptor, *, times: int) -> _Bucket:
+    def _warm_up(self, descriptor: BatchDescriptor, *, times: int, is_short: bool = False) -> _Bucket:
         """Load the dummy batch and run it ``times`` in mode NONE."""
         bucket = self._bucket(descriptor)
         self._load(bucket.views, self._make_dummy(descriptor), bucket.views.sizes)
-        with use_forward_context(bucket.contexts[RuntimeMode.NONE]):
+        with use_forward_context(replace(bucket.contexts[RuntimeMode.NONE], is_short_warm_up=is_short)):
             warm_up(lambda: self._call(bucket.views), self.store.device, times)
         return bucket
 

@@ -135,6 +135,8 @@ class LedgerRow:
     driver_bytes: int
     """Device memory that disappeared beside the pool (graph objects, library workspaces); 0 on a CPU."""
     num_nodes: int
+    num_memsets: int
+    """Of these nodes, those that make every launch slow; on CUDA most have given way to kernels."""
     num_segments: int
     num_breaks: int
     replays: int = 0
@@ -151,6 +153,7 @@ class LedgerRow:
             "num_reqs": descriptor.num_reqs,
             "uniform": descriptor.uniform,
             "nodes": self.num_nodes,
+            "memsets": self.num_memsets,
             "segments": self.num_segments,
             "breaks": self.num_breaks,
             "capture_s": round(self.capture_s, 6),
@@ -273,6 +276,7 @@ class GraphStore:
             pool_bytes=pool_bytes,
             driver_bytes=self._driver_bytes(before, after),
             num_nodes=program.num_nodes,
+            num_memsets=program.num_memsets,
             num_segments=program.num_segments,
             num_breaks=program.num_breaks,
         )

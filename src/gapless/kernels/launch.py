@@ -69,29 +69,41 @@ def can_compile_ahead(device: torch.device) -> bool:
     return True
 
 
+def prepare_compiling(device: torch.device) -> None:
+    """Begin, in a thread, with what the first kernel of a process waits for; at once, and no more than once.
+    Worth calling before imports and weights."""
+    if can_compile_ahead(device):
+        from gapless.kernels.compiler import prepare_compiler
+
+        prepare_compiler()
+
+
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
+def compiling_ahead(*, begins_late: bool = False) -> Iterator[Callable[[], None]]:
     """Within the block this thread's launches only compile: each kernel once, and the C that calls it, side
     by side in threads, all done at the end.
 
-    What they would have written stays undefined, so run a forward in it for its launches alone. A kernel that
-    cannot be compiled is left for its first launch to report. Blocks of other threads wait for their turn.
+    ``begins_late``: the threads do nothing before the yielded function is called, or the block ends, so that
+    they do not take turns at the interpreter with what launches. What launches would have written stays
+    undefined, so run a forward in it for its launches alone. A kernel that cannot be compiled is left for its
+    first launch to report. Blocks of other threads wait for their turn.
     """
     global _ahead
-    from triton import AsyncCompileMode
+    from gapless.kernels.compiler import WithLaunchers, wait_for_compiler
 
-    class WithLaunchers(AsyncCompileMode):
-        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
-            return super().submit(key, lambda: _with_launcher(compile_fn()), finalize_fn)
-
+    wait_for_compiler()
+    begins = threading.Event()
     with _turn, ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         assert _ahead is None, "kernels are being compiled ahead already"
-        with WithLaunchers(pool, ignore_errors=True):
+        with WithLaunchers(pool, begins=begins):
             _ahead = _AheadCompiler()
+            if not begins_late:
+                begins.set()
             try:
-                yield
+                yield begins.set
             finally:
                 _ahead = None
+                begins.set()
 
 
 def is_compiling_ahead() -> bool:
@@ -114,18 +126,6 @@ class _AheadCompiler:
                 return
             self._asked.add(key)
         kernel.warmup(*args, grid=(1,), **constants)
-
-
-def _with_launcher(compiled: Any) -> Any:
-    """``compiled``, and what calls it: for each signature Triton makes a module of C at the first launch, for
-    which the system's compiler needs 0.2 s (Triton 3.6). It stays in Triton's store."""
-    try:
-        from triton.runtime.driver import driver
-
-        driver.active.launcher_cls(compiled.src, compiled.metadata)
-    except Exception as error:  # the first launch tries again, and reports
-        logger.debug("a kernel's launcher is built at its first launch: %s", error)
-    return compiled
 
 
 _turn = threading.RLock()
@@ -271,9 +271,12 @@ def _launcher() -> CachedLauncher | None:
         from triton import knobs
         from triton.runtime.driver import driver
 
+        from gapless.kernels.compiler import wait_for_compiler
+
         if read_env().triton_interpret or not triton.__version__.startswith(KNOWN_VERSIONS):
             logger.debug("kernels are launched by Triton %s itself", triton.__version__)
             return None
+        wait_for_compiler()
         return CachedLauncher(
             runtime_knobs=knobs.runtime,
             current_device=torch._C._cuda_getDevice,  # initialised: there is a tensor on the device

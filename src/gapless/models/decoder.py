@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gapless.attention.base import Attention
+from gapless.graphs.context import in_short_warm_up
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
@@ -90,6 +91,11 @@ class Decoder(nn.Module):
         self.embedding = self._vocabulary_rows(placement)
         blocks = [DecoderLayer(config, layer_index=i, placement=placement) for i in range(config.num_layers)]
         self.blocks = cast("Sequence[DecoderLayer]", nn.ModuleList(blocks))
+        kinds = [
+            (type(block.mlp), config.windows[i], i < config.num_deepstack) for i, block in enumerate(blocks)
+        ]
+        self.first_of_each_kind = frozenset(kinds.index(kind) for kind in kinds)
+        """Layers that together launch every kernel the stack launches, in the same shapes."""
         self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, placement=placement)
         self.lm_head = Linear(
             self.embedding if config.tie_word_embeddings else self._vocabulary_rows(placement)
@@ -135,7 +141,10 @@ class Decoder(nn.Module):
             deepstack_LTE = torch.where(is_media_T.bool().unsqueeze(1), deepstack_LTE, 0.0)
         cos_T1F, sin_T1F = self.rope_rows(positions).split(1, dim=1)
         num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
+        is_short = in_short_warm_up()
         for index, block in enumerate(self.blocks):
+            if is_short and index not in self.first_of_each_kind:
+                continue
             hidden_TE = block(hidden_TE, cos_T1F, sin_T1F)
             if deepstack_LTE is not None and index < num_deepstack:
                 hidden_TE = hidden_TE + deepstack_LTE[index]

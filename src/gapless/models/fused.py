@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gapless.env import read_env
-from gapless.graphs.context import get_forward_context
+from gapless.graphs.context import get_forward_context, in_short_warm_up
 from gapless.graphs.ops import direct
 from gapless.kernels import activation, linear, media, mrope, norm, rope_cache
 from gapless.kernels.linear import Matrices, compile_products
@@ -114,7 +114,10 @@ def _run_layers(
 ) -> Tensor:
     num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
+    is_short = in_short_warm_up()
     for index, (block, norm_after) in enumerate(zip(model.blocks, norms_after, strict=True)):
+        if is_short and index not in model.first_of_each_kind:
+            continue
         attended_THD = _attention(block.attention, normed_TE, *rope)
         partial_TE = fused_linear(block.attention.out, attended_THD.flatten(1))
         residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, block.mlp_norm, model.shard)

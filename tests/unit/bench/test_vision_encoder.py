@@ -39,7 +39,16 @@ def test_a_tiny_run_measures_both_towers(
         assert min(packed["speedup"]["apart"], packed["speedup"]["transformers"]) > 0
         assert tower["captures_while_serving"] == 0
         assert tower["start_up"]["failures"] == 0
+        assert tower["tower_s"] > 0
         assert tower["exact"]["captures"] == 1
+
+
+def test_one_tower_may_be_chosen_and_must_exist(script: ModuleType) -> None:
+    chosen = script.parse_arguments([*WORDS, "--towers", "tiny Qwen3-VL"])
+    assert chosen.towers == ["tiny Qwen3-VL"]
+    assert script.parse_arguments([]).towers == ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["--towers", "tiny Qwen3-VL"])
 
 
 def test_a_tower_that_fails_loses_no_figures(

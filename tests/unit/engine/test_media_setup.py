@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from media_engine import NamedEncoder, open_media_engine
 
 from gapless.config import EngineConfig
+from gapless.engine.build import _Build
 from gapless.engine.embedding_cache import num_bytes_of
 from gapless.engine.media_setup import (
     DEFAULT_CACHE_TOKENS,
@@ -120,3 +122,26 @@ def test_a_start_that_fails_releases_the_encoder(tmp_path: Any, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="no graphs today"):
         open_media_engine(tmp_path)
     assert made[0].is_released
+
+
+def test_collections_of_a_start_look_at_what_is_new_alone(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_aside: list[int] = []
+    capture = _Build._capture
+
+    def watched(build: _Build, *args: Any) -> None:
+        set_aside.append(gc.get_freeze_count())
+        capture(build, *args)
+
+    monkeypatch.setattr(_Build, "_capture", watched)
+    had_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        engine, _ = open_media_engine(tmp_path)
+        assert set_aside[0] > 1000
+        assert gc.get_freeze_count() == 0
+    finally:
+        if had_frozen:
+            gc.freeze()
+    engine.runner.shutdown()

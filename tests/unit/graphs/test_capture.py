@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gapless.errors import CaptureError, ConfigError, GraphError
 from gapless.graphs.breakable import eager_break
-from gapless.graphs.capture import capture_pass, capture_program, warm_up
+from gapless.graphs.capture import capture_pass, capture_program, garbage_set_aside, warm_up
 from gapless.graphs.device import get_device
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.modes import Strategy
@@ -232,6 +233,59 @@ def test_a_pass_collects_once_before_and_once_after_for_any_number_of_captures(d
             capture_program(lambda: X + 1, device=device, pool=device.new_pool(), strategy=Strategy.FULL)
         assert len(collections) == 1
     assert len(collections) == 2
+
+
+class Node:
+    """A cycle by itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def nothing_frozen():
+    had_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if had_frozen:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_with_garbage_set_aside_collections_look_at_what_is_new_alone():
+    before, kept = weakref.ref(Node()), Node()
+    with garbage_set_aside():
+        assert before() is None, "it begins with everything"
+        assert gc.get_freeze_count() > 1000
+        old, new = weakref.ref(kept), weakref.ref(Node())
+        del kept
+        gc.collect()
+        assert (old() is None, new() is None) == (False, True)
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert old() is None
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pass_leaves_nothing_set_aside_and_frees_what_it_left(fails, device):
+    with pytest.raises(LookupError) if fails else _nothing(), capture_pass(device):
+        left = weakref.ref(Node())
+        assert left() is not None
+        if fails:
+            raise LookupError
+    assert left() is None
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_others_have_frozen_stays_so():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with garbage_set_aside(), garbage_set_aside():
+        pass
+    assert gc.get_freeze_count() >= frozen - 10 > 0
+    gc.unfreeze()
 
 
 def test_passes_of_two_threads_do_not_overlap(device):

@@ -15,6 +15,7 @@ from gapless.errors import CaptureError, GraphError
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.capture import capture_program, warm_up
 from gapless.graphs.device.cuda import CudaDevice
+from gapless.graphs.device.memset_nodes import MemsetCount
 from gapless.graphs.modes import Strategy
 
 
@@ -35,10 +36,12 @@ class FakeGraph:
         self.runtime, self.number = runtime, number
         self.handle: tuple[int, int] | None = None
         self.ended_well = False
+        self.is_editable = self.is_instantiated = False
         self.num_resets = 0
 
     def replay(self) -> None:
         assert self.ended_well
+        assert self.is_instantiated
         assert self.num_resets == 0
         self.runtime.log.append(f"replay {self.number}")
 
@@ -64,6 +67,9 @@ class FakeRuntime:
         self.begin_error: str | None = None
         self.has_work = True
         self.nodes = 5
+        self.memsets_left = 0
+        self.edit_error: Exception | None = None
+        self.instantiate_error: str | None = None
         self.ranges: list[tuple[int, int]] = []
         self.num_snapshots = 0
         self.pinned_recording: set[tuple[int, int]] = set()
@@ -101,6 +107,30 @@ class FakeRuntime:
         graph = FakeGraph(self, len(self.graphs))
         self.graphs.append(graph)
         return graph
+
+    def new_editable_graph(self) -> FakeGraph:
+        graph = self.new_graph()
+        graph.is_editable = True
+        return graph
+
+    def replace_memsets(self, graph: FakeGraph) -> MemsetCount:
+        assert graph.ended_well
+        assert graph.is_editable
+        assert not graph.is_instantiated, "an edit after it would not be seen"
+        if self.edit_error is not None:
+            error, self.edit_error = self.edit_error, None
+            raise error
+        self.log.append(f"edit {graph.number}")
+        return MemsetCount(2, self.memsets_left)
+
+    def instantiate(self, graph: FakeGraph) -> None:
+        assert graph.ended_well
+        assert graph.is_editable, "as in PyTorch, others do it themselves"
+        if self.instantiate_error is not None:
+            message, self.instantiate_error = self.instantiate_error, None
+            raise RuntimeError(message)
+        graph.is_instantiated = True
+        self.log.append(f"instantiate {graph.number}")
 
     def begin(self, graph: FakeGraph, handle: tuple[int, int]) -> None:
         assert self.capturing is None
@@ -212,6 +242,8 @@ def test_order_is_warm_up_then_synchronise_then_begin_then_end(cuda, runtime):
         "begin 1",
         "forward",
         "end 1",
+        "edit 1",
+        "instantiate 1",
         "outer waits for side",
     ]
 
@@ -237,9 +269,9 @@ def test_breakable_replays_each_segment_outside_any_capture(cuda, runtime):
     program, _ = capture(cuda, forward, strategy=Strategy.BREAKABLE)
     after_anchor = runtime.log[runtime.log.index("end 0") + 1 :]
     assert after_anchor == [
-        "begin 1", "end 1", "replay 1", "body",
-        "begin 2", "end 2", "replay 2", "body",
-        "begin 3", "end 3", "outer waits for side",
+        "begin 1", "end 1", "edit 1", "instantiate 1", "replay 1", "body",
+        "begin 2", "end 2", "edit 2", "instantiate 2", "replay 2", "body",
+        "begin 3", "end 3", "edit 3", "instantiate 3", "outer waits for side",
     ]  # fmt: skip
     runtime.log.clear()
     program.replay()
@@ -261,6 +293,37 @@ def test_unknown_node_count_does_not_look_empty(cuda, runtime):
     runtime.nodes = -1
     program, _ = capture(cuda, lambda: None)
     assert (program.num_segments, program.num_nodes) == (1, -1)
+
+
+@pytest.mark.parametrize(("left", "total"), [(0, 0), (3, 6), (-1, -1)])
+def test_memset_nodes_that_stay_are_counted(cuda, runtime, left, total):
+    runtime.memsets_left = left
+
+    def forward() -> None:
+        eager_break(lambda: None)()
+
+    program, _ = capture(cuda, forward, strategy=Strategy.BREAKABLE)
+    assert (program.num_segments, program.num_memsets) == (2, total)
+
+
+@pytest.mark.parametrize("what", ["edit", "instantiate"])
+def test_a_captured_graph_that_cannot_be_made_ready_fails_its_capture_alone(cuda, runtime, what):
+    """The capture has ended well: its pool's use is given back by the graph's reset, and by nobody before."""
+    pool = cuda.new_pool()
+    first, _ = capture(cuda, lambda: None, pool)
+    if what == "edit":
+        runtime.edit_error = GraphError("on purpose")
+    else:
+        runtime.instantiate_error = "on purpose"
+    with pytest.raises(CaptureError, match="cannot be made ready for replays: on purpose"):
+        capture(cuda, lambda: None, pool)
+    check_clean(runtime, uses={pool.handle: 3})  # anchor, the first graph, the one of no use
+    assert not runtime.graphs[-1].is_instantiated
+    capture(cuda, lambda: None, pool)[0].reset()
+    first.replay()
+    first.reset()
+    pool.release()
+    assert runtime.uses[(0, 1)] == 0
 
 
 def fail(message: str = "from the forward") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -67,23 +67,23 @@ def test_progress_of_the_capture_is_told() -> None:
 
 
 class CompilingEncoder(ToyEncoder):
-    """Notes how many tokens its forwards have within the block."""
+    """Notes how many tokens its forwards have: in the block before and after compiling begins, and later."""
 
     def __init__(self, *, failing: int | None = None) -> None:
         super().__init__()
-        self.is_ahead, self.failing = False, failing
-        self.ahead: list[int] = []
-        self.later: list[int] = []
+        self.failing = failing
+        self.seen: dict[str, list[int]] = {"ahead": [], "meanwhile": [], "later": []}
+        self.stage = "later"
 
     @contextmanager
-    def compiling_ahead(self) -> Iterator[None]:
-        self.is_ahead = True
-        yield
-        self.is_ahead = False
+    def compiling_ahead(self) -> Iterator[Callable[[], None]]:
+        self.stage = "ahead"
+        yield lambda: setattr(self, "stage", "meanwhile")
+        self.stage = "later"
 
     def forward(self, run):
-        (self.ahead if self.is_ahead else self.later).append(run.sizes["tokens"])
-        if self.is_ahead and run.sizes["tokens"] == self.failing:
+        self.seen[self.stage].append(run.sizes["tokens"])
+        if self.stage != "later" and run.sizes["tokens"] == self.failing:
             raise torch.OutOfMemoryError("too large")
         return super().forward(run)
 
@@ -92,8 +92,9 @@ class CompilingEncoder(ToyEncoder):
 def test_kernels_are_compiled_ahead_for_the_smallest_and_the_largest_budget(failing: int | None) -> None:
     encoder = CompilingEncoder(failing=failing)
     runner = runner_of(encoder).capture()
-    assert encoder.ahead == [8, 32]
-    assert set(encoder.later) == {32, 16, 8}
+    assert encoder.seen["ahead"] == [8, 32]
+    assert encoder.seen["meanwhile"] == [32, 16, 8]
+    assert set(encoder.seen["later"]) == {32, 16, 8}
     assert len(runner.report()["graphs"]) == 3
     assert_same(runner.run(rows(4, 6)), runner.eager(rows(4, 6)), atol=1e-5)
 
@@ -102,7 +103,7 @@ def test_nothing_is_compiled_ahead_where_the_device_has_nothing_to_compile(monke
     monkeypatch.setattr(CompilingEncoder, "compiling_ahead", lambda self: None)
     encoder = CompilingEncoder()
     runner_of(encoder).capture()
-    assert encoder.ahead == []
+    assert encoder.seen["ahead"] == encoder.seen["meanwhile"] == []
 
 
 def test_seconds_of_the_start_are_reported_by_stage() -> None:

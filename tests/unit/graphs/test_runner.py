@@ -13,7 +13,12 @@ from gapless.errors import CaptureClosedError, CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.buffers import InputField, InputViews, StaticInputs
-from gapless.graphs.context import ForwardContext, get_forward_context, use_forward_context
+from gapless.graphs.context import (
+    ForwardContext,
+    get_forward_context,
+    in_short_warm_up,
+    use_forward_context,
+)
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.report import StepLog, build_report
@@ -308,6 +313,7 @@ def test_report_schema(device: EmulatedDevice, store: GraphStore) -> None:
     ]
     assert report["eager"] == [{"phase": "decode", "reason": "capture_failed", "count": 1}]
     assert [g["num_tokens"] for g in report["graphs"]] == [16, 4]
+    assert [g["memsets"] for g in report["graphs"]] == [0, 0]
     assert len(report["failures"]) == 1
     log.clear()
     assert build_report(plan={}, store=store, log=log)["steps"] == []
@@ -338,3 +344,22 @@ def test_only_the_first_size_captured_is_warmed_up_in_full(num_warmups: int) -> 
     # One run more of each is the capture itself. What failed has warmed up nothing for the others.
     assert [rows.count(size) for size in (16, 8)] == [num_warmups + 1] * 2
     assert rows.count(4) == once + 1 + (num_warmups == 0)
+
+
+def test_later_sizes_are_warmed_up_by_one_layer_of_each_kind() -> None:
+    device = EmulatedDevice(num_warmups=1)
+    net, store, seen = Net(), GraphStore(device), []
+    forward = net.forward
+
+    def watched(views: InputViews) -> tuple[Tensor, ...]:
+        seen.append((views.sizes["rows"], get_forward_context().mode, in_short_warm_up()))
+        return forward(views)
+
+    net.forward = watched  # type: ignore[method-assign]
+    runner = make_runner(device, store, net)
+    with store.capturing():
+        assert runner.capture([key(size) for size in SIZES]) == []
+    warm_ups = [(rows, is_short) for rows, mode, is_short in seen if mode is RuntimeMode.NONE]
+    assert warm_ups == [(16, False), (8, True), (4, True)]
+    assert not any(is_short for _, mode, is_short in seen if mode is not RuntimeMode.NONE)
+    assert not in_short_warm_up(), "outside of a step"

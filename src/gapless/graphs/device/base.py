@@ -48,6 +48,10 @@ class Segment(Protocol):
     def num_nodes(self) -> int:
         """Kernels (or emulated ops) in it; -1 where the device cannot tell."""
 
+    @property
+    def num_memsets(self) -> int:
+        """Memset nodes among them, which make its launch slow on CUDA; -1 where the device cannot tell."""
+
     def replay(self) -> None: ...
 
     def reset(self) -> None:

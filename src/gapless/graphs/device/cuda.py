@@ -5,7 +5,8 @@ use one long-lived stream (cuBLAS workspaces and pool blocks belong to a stream)
 mode. Invariants: a pool handle stays open from its first capture to ``release`` by an *anchor* graph, because
 reopening a handle whose last graph has gone trips an assertion in the allocator (vLLM #53682); no graph is
 destroyed before its pool is released, because destroying one may free the cuBLAS workspace that others were
-captured with (PyTorch #193402). Read ``cuda_runtime.py`` for the calls themselves.
+captured with (PyTorch #193402). Between the end of a capture and its first replay memset nodes give way to
+kernels (``memset_nodes.py``). Read ``cuda_runtime.py`` for the calls themselves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gapless.errors import CaptureError, GraphError
 from gapless.graphs.device.base import MemoryReading, Pool
 from gapless.graphs.device.cuda_runtime import CudaRuntime, PoolHandle
 from gapless.graphs.device.exclusive import claim_recording, release_recording
+from gapless.graphs.device.memset_nodes import MemsetCount
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +109,19 @@ class CudaPool:
 class CudaSegment:
     """One captured CUDA graph. ``reset`` retires it; the pool destroys it."""
 
-    def __init__(self, graph: Any, pool: CudaPool, num_nodes: int) -> None:
+    def __init__(self, graph: Any, pool: CudaPool, *, num_nodes: int, num_memsets: int) -> None:
         self._graph: Any = graph
         self._pool = pool
-        self._num_nodes = num_nodes
+        self._num_nodes, self._num_memsets = num_nodes, num_memsets
         pool.num_live_segments += 1
 
     @property
     def num_nodes(self) -> int:
         return self._num_nodes
+
+    @property
+    def num_memsets(self) -> int:
+        return self._num_memsets
 
     def replay(self) -> None:
         if self._graph is None:
@@ -165,7 +171,7 @@ class CudaDevice:
             if not pool.graphs:
                 pool.graphs.append(self._capture_tiny(handle))
             pool.forget_foreign()
-            graph = self._runtime.new_graph()
+            graph = self._runtime.new_editable_graph()
             self._begin(graph, pool)
         except BaseException:
             release_recording(self)
@@ -182,8 +188,19 @@ class CudaDevice:
         except RuntimeError as error:
             self._clean_up_failed_end(opened)
             raise CaptureError(_explain(error)) from error
-        self._close(opened)
-        return CudaSegment(opened.graph, opened.pool, num_nodes if has_work else 0)
+        try:
+            memsets = self._runtime.replace_memsets(opened.graph) if has_work else _NO_MEMSETS
+            self._runtime.instantiate(opened.graph)
+        except RuntimeError as error:  # the capture itself has ended well: there is nothing to undo
+            raise CaptureError(f"the captured graph cannot be made ready for replays: {error}") from error
+        finally:
+            self._close(opened)
+        return CudaSegment(
+            opened.graph,
+            opened.pool,
+            num_nodes=num_nodes if has_work else 0,
+            num_memsets=memsets.left,
+        )
 
     def abandon_segment(self) -> None:
         opened = self._open
@@ -337,6 +354,7 @@ class _StepScope:
 
 
 _MAX_ADDRESS = 1 << 64
+_NO_MEMSETS = MemsetCount(0, 0)
 
 
 def _explain(error: RuntimeError) -> str:

@@ -7,7 +7,6 @@ fake of this class. Functions that PyTorch does not promise are looked up with `
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import warnings
 from contextlib import AbstractContextManager
@@ -16,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gapless.graphs.device.driver import load_driver
 from gapless.graphs.device.layout import storage_bytes
+from gapless.graphs.device.memset_nodes import UNKNOWN, MemsetCount, replace_memsets
+from gapless.graphs.device.raw_graph import raw_graph_driver
 
 PoolHandle = tuple[int, int]
 
@@ -56,7 +58,12 @@ class CudaRuntime:
         return torch.cuda.graph_pool_handle()
 
     def new_graph(self) -> Any:
+        """A graph that the end of its capture makes ready for replays."""
         return torch.cuda.CUDAGraph()
+
+    def new_editable_graph(self) -> Any:
+        """One that ``instantiate`` makes ready. What was captured stays in host memory until its reset."""
+        return torch.cuda.CUDAGraph(keep_graph=True)
 
     def begin(self, graph: Any, handle: PoolHandle) -> None:
         # Thread-local: what other threads do with the device cannot invalidate this capture.
@@ -74,6 +81,15 @@ class CudaRuntime:
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return not is_empty
+
+    def replace_memsets(self, graph: Any) -> MemsetCount:
+        """Kernels in place of the memset nodes of a captured graph that is not instantiated yet. Raises
+        ``GraphError`` where the graph was spoilt by it."""
+        driver = raw_graph_driver()
+        return UNKNOWN if driver is None else replace_memsets(driver, graph.raw_cuda_graph())
+
+    def instantiate(self, graph: Any) -> None:
+        graph.instantiate()
 
     def count_nodes(self, stream: Any) -> int:
         """Nodes recorded so far by the capture that is open on ``stream``; -1 where the driver cannot be
@@ -139,16 +155,6 @@ class CudaRuntime:
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             storage, 0, tensor.shape, tensor.stride()
         )
-
-
-@functools.cache
-def load_driver(functions: tuple[str, ...]) -> Any:
-    """The driver's library; None where it is missing, or lacks one of ``functions``."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return driver if all(hasattr(driver, name) for name in functions) else None
 
 
 def _snapshot(handle: PoolHandle) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import ctypes
 import threading
 from typing import Any
 
-from gapless.graphs.device.cuda_runtime import load_driver
+from gapless.graphs.device.driver import load_driver
 
 _NO_DESTRUCTOR_SYNC = 1
 _MOVE = 1

@@ -80,6 +80,10 @@ class EmulatedSegment:
         return len(self._calls) if self._calls is not None else 0
 
     @property
+    def num_memsets(self) -> int:
+        return 0
+
+    @property
     def op_names(self) -> tuple[str, ...]:
         return tuple(self._op_names)
 

@@ -76,9 +76,9 @@ class Qwen25Tower(VisionTower):
         module: Any = self.module
         blocks = self.blocks_on(run, self._embed(run))
         full, window = self.full_segments(run), self.window_segments(run)
-        for index, block in enumerate(module.blocks):
-            is_full = index in module.fullatt_block_indexes
-            blocks.run(block, full if is_full else window)
+        is_full = [index in module.fullatt_block_indexes for index in range(len(module.blocks))]
+        for index, block in self.blocks_to_run(is_full.index(kind) for kind in set(is_full)):
+            blocks.run(block, full if is_full[index] else window)
         return (module.merger(blocks.hidden())[run["reverse_index"]],)
 
     def _embed(self, run: EncoderRun) -> Tensor:
@@ -135,7 +135,7 @@ class Qwen3Tower(VisionTower):
         blocks = self.blocks_on(run, self._embed(run))
         segments = self.full_segments(run)
         taps_UE: list[Tensor] = []
-        for index, block in enumerate(module.blocks):
+        for index, block in self.blocks_to_run([0, *module.deepstack_visual_indexes]):
             blocks.run(block, segments)
             if index in module.deepstack_visual_indexes:
                 # in any order: a merger belongs to the layer that it is listed for

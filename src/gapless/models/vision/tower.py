@@ -11,10 +11,14 @@ two families are in ``qwen_vl.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+<<<<<<< HEAD
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> w-vision
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,10 +28,11 @@ from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import Segments, VarlenBackend, create_varlen_backend
 from gapless.errors import ConfigError, ModelError
 from gapless.graphs.buffers import InputField, frozen
+from gapless.graphs.context import in_short_warm_up
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.runner import OutputField
-from gapless.kernels.launch import can_compile_ahead, compiling_ahead
+from gapless.kernels.launch import can_compile_ahead, compiling_ahead, prepare_compiling
 from gapless.kernels.select import has_fused_kernels
 from gapless.models.layers import WeightTarget
 from gapless.models.vision.fused import BlockInputs, FusedBlocks, PatchAngles, merge_gated
@@ -217,8 +222,8 @@ class VisionTower:
         values_PC = np.tile(item.patches_PC, (1, still)).astype(np.float32) / 127.5 - 1
         return replace(item, patches_PC=values_PC, normalisation=None)
 
-    def compiling_ahead(self) -> AbstractContextManager[None] | None:
-        return compiling_ahead() if can_compile_ahead(self.device) else None
+    def compiling_ahead(self) -> AbstractContextManager[Callable[[], None]] | None:
+        return compiling_ahead(begins_late=True) if can_compile_ahead(self.device) else None
 
     def embed_patches(self, patches_PC: Tensor, projection: nn.Conv3d) -> Tensor:
         """A convolution whose kernel is the whole patch is a matrix product."""
@@ -238,6 +243,13 @@ class VisionTower:
         table[:, 0].copy_(cos_PD)
         table[:, 1].copy_(sin_PD)
         return ModuleBlocks(hidden_PH, table, workspace_PHD)
+
+    def blocks_to_run(self, one_of_each_kind: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
+        """The tower's blocks by index; in a short warm-up those alone."""
+        enough = frozenset(one_of_each_kind) if in_short_warm_up() else None
+        for index, block in enumerate(cast("nn.ModuleList", self.module.blocks)):
+            if enough is None or index in enough:
+                yield index, block
 
     def full_segments(self, run: EncoderRun) -> Segments:
         return self._segments(run, "full", 0)
@@ -331,6 +343,7 @@ def make_tower(
     """
     from gapless.models.vision.qwen_vl import FAMILIES
 
+    prepare_compiling(device)
     family = FAMILIES.get(model_type)
     if family is None:
         raise ModelError(
