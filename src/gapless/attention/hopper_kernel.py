@@ -1,18 +1,22 @@
-"""Prefill attention for Hopper with roles: some warps only copy keys and values, the others only compute.
+"""Prefill attention for Hopper in Gluon: one warp only has keys and values brought, eight only compute.
 
-``hopper_kernels.py`` has all warps do both, in step with each other. Here a producer fills a ring of tiles
-and two (or three) consumers of four warps empty it, each with 64 rows of queries, tied to each other by
-nothing but the ring: while one computes its softmax, the products of another run. ``USE_TMA`` says how tiles
-come: the copy engine brings a page at a time (one warp starts it), or four warps gather rows.
+Triton waits for the scores of a tile before it starts the tile's softmax, and no product runs then. Here a
+producer (``hopper_producer.py``) fills a ring of tiles through the copy engine (TMA), a page at a time, and
+two consumers of four warps empty it, each with 64 rows of queries, tied to each other by nothing but the
+ring: while one computes its softmax, the products of the other run. Within a consumer, too, the product of
+weights and values of one tile runs while the softmax of the next is computed: ``step`` is one turn of that.
+Keys are walked from the last tile to the first, so that the tiles with a mask, and the only one that may have
+fewer keys, come first.
 
-What the arguments mean and how tiles of queries are numbered is as in ``triton_kernels.py``; the order of
-keys, last to first, as in ``hopper_kernels.py``. Programs go through tiles back and forth
-(``tile_of_round``), so that whoever got a heavy tile gets a light one next. Invariants: a slot of the ring
-is filled only after every consumer has said that it is done with what was in it, and read only after the
-producer's barrier; each role goes through the same tiles in the same order. ``hopper_feed.py`` has the
-producer.
+What the arguments mean, how tiles of queries are numbered and what may be read before ``gdc_wait`` is as in
+``triton_kernels.py``. Invariants: a slot of the ring is filled only after both consumers have said that they
+are done with what was in it, and read only after the producer's barrier; each role goes through the same
+tiles in the same order. Other ways were measured and were slower (``docs/log.md``, "Prefill attention"):
+rows gathered by four warps, one program a multiprocessor, consumers that start their products in turn.
+There is no interpreter for Gluon: ``tests/integration/attention/gluon_on_cpu.py`` plays one.
 
-Shapes: T tokens, H query heads, D head size (64 or 128), M = 64 rows of a consumer, N keys of a tile.
+Shapes: T tokens, H query heads, D head size (64 or 128), M = 64 rows of a consumer, N keys of a tile, S
+stages of the ring.
 """
 
 from __future__ import annotations
@@ -27,17 +31,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gapless.attention.hopper_feed import feed, find_tile, num_active_programs, tile_of_round
-from gapless.attention.hopper_tiles import LOG2_E, softmax, start_scores
+from gapless.attention.hopper_producer import PRODUCER_WARPS, produce
+from gapless.attention.hopper_tiles import (
+    LOG2_E,
+    find_tile,
+    num_active_programs,
+    softmax,
+    start_scores,
+    tile_of_round,
+)
 
+CONSUMERS = gl.constexpr(2)
 CONSUMER_ROWS = gl.constexpr(64)
 CONSUMER_WARPS = gl.constexpr(4)
+CONSUMER_REGISTERS = gl.constexpr(232)
+"""A thread's. Consumers and the producer, which counts as four warps, share the 512 that a multiprocessor has
+for as many threads of every fourth warp."""
+PRODUCER_REGISTERS = gl.constexpr(40)
 
 # mypy: allow-untyped-defs
 
 
 @gluon.jit(do_not_specialize=["num_reqs", "num_tokens", "table_stride_b", "table_stride_m"])
-def hopper_roles_kernel(
+def hopper_prefill_kernel(
     query_THD,
     k_cache,
     v_cache,
@@ -59,23 +75,15 @@ def hopper_roles_kernel(
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    CACHE_STRIDE_S: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    USE_TMA: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    LATE: gl.constexpr,
-    ROUNDS: gl.constexpr,
-    FEED_WARPS: gl.constexpr,
-    FEED_REGS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """Programs (pack of query heads, tile of queries). With ``USE_TMA`` the caches are descriptors of
-    [slots, K * D] with boxes of [PAGE_ROWS, 64]; PAGE_ROWS divides BLOCK_SIZE and BLOCK_N."""
+    """Programs (pack of query heads, tile of queries). The caches are descriptors of [slots, K * D] with boxes
+    of [PAGE_ROWS, 64]; PAGE_ROWS divides BLOCK_SIZE and BLOCK_N; BLOCK_Q * PACK are the rows of both
+    consumers."""
     N: gl.constexpr = BLOCK_N
     D: gl.constexpr = HEAD_SIZE
     dtype: gl.constexpr = query_THD.dtype.element_ty
@@ -87,92 +95,39 @@ def hopper_roles_kernel(
     keys_SND = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
     values_SND = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Keys have come, values have come; keys are done with, values are done with; whose turn; a tail has come.
+    # Keys have come, values have come; keys are done with, values are done with; a tile with a tail has come.
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     key_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     value_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     landed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    FILLS: gl.constexpr = 1 if USE_TMA else 32 * FEED_WARPS
     for stage in gl.static_range(STAGES):
-        mbarrier.init(key_full.index(stage), count=FILLS)
-        mbarrier.init(value_full.index(stage), count=FILLS)
+        mbarrier.init(key_full.index(stage), count=1)
+        mbarrier.init(value_full.index(stage), count=1)
         mbarrier.init(key_free.index(stage), count=CONSUMERS)
         mbarrier.init(value_free.index(stage), count=CONSUMERS)
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.init(order.index(consumer), count=1)
     mbarrier.init(landed, count=1)
     fence_async_shared()
     gl.thread_barrier()
 
     batch = (query_start_loc, seq_lens, num_reqs)
     queries = (query_THD, out_THD, query_stride_t, query_stride_h, out_stride_t, out_stride_h)
-    barriers = (key_full, value_full, key_free, value_free, order)
+    barriers = (key_full, value_full, key_free, value_free)
     shared = (query_SMD, keys_SND, values_SND, barriers, batch, queries, scale * LOG2_E, first_head)
     producer = (
         k_cache, v_cache, keys_SND, values_SND, barriers, landed, batch, block_table, cache_stride_k,
         table_stride_b, table_stride_m, first_head,
     )  # fmt: skip
     # Tuples that are assigned turn constants into values, so these are written where they are passed.
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (
-                        shared, 0, PACK, BLOCK_Q, N, D, STAGES, CONSUMERS, PING_PONG, LATE, ROUNDS, EARLY,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        shared, 1, PACK, BLOCK_Q, N, D, STAGES, CONSUMERS, PING_PONG, LATE, ROUNDS, EARLY,
-                    ),
-                ),
-                (
-                    feed,
-                    (
-                        producer, GROUP, PACK, BLOCK_SIZE, CACHE_STRIDE_S, BLOCK_Q, N, D, STAGES, USE_TMA,
-                        PAGE_ROWS, ROUNDS, FEED_WARPS, EARLY,
-                    ),
-                ),
-            ],
-            [CONSUMER_WARPS, FEED_WARPS],
-            [CONSUMER_REGS, FEED_REGS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (
-                        shared, 0, PACK, BLOCK_Q, N, D, STAGES, CONSUMERS, PING_PONG, LATE, ROUNDS, EARLY,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        shared, 1, PACK, BLOCK_Q, N, D, STAGES, CONSUMERS, PING_PONG, LATE, ROUNDS, EARLY,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        shared, 2, PACK, BLOCK_Q, N, D, STAGES, CONSUMERS, PING_PONG, LATE, ROUNDS, EARLY,
-                    ),
-                ),
-                (
-                    feed,
-                    (
-                        producer, GROUP, PACK, BLOCK_SIZE, CACHE_STRIDE_S, BLOCK_Q, N, D, STAGES, USE_TMA,
-                        PAGE_ROWS, ROUNDS, FEED_WARPS, EARLY,
-                    ),
-                ),
-            ],
-            [CONSUMER_WARPS, CONSUMER_WARPS, FEED_WARPS],
-            [CONSUMER_REGS, CONSUMER_REGS, FEED_REGS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (shared, 0, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
+            (consume, (shared, 1, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
+            (produce, (producer, GROUP, BLOCK_SIZE, BLOCK_Q, N, D, STAGES, PAGE_ROWS, EARLY)),
+        ],
+        [CONSUMER_WARPS, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
     # Rows past the batch, by the first consumer's warps.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [CONSUMER_WARPS, 1], [1, 0])
@@ -201,10 +156,6 @@ def consume(
     N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    LATE: gl.constexpr,
-    ROUNDS: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     """64 rows of each tile of queries: those from ``64 * CONSUMER`` on."""
@@ -216,16 +167,15 @@ def consume(
     query_SMD, keys_SND, values_SND, barriers, batch, queries, scale_log2, first_head = shared
     query_start_loc, seq_lens, num_reqs = batch
     query_THD, out_THD, query_stride_t, query_stride_h, out_stride_t, out_stride_h = queries
-    key_full, value_full, key_free, value_free, _order = barriers
+    key_full, value_full, key_free, value_free = barriers
     dtype: gl.constexpr = query_THD.dtype.element_ty
     query_MD = query_SMD.index(CONSUMER)
     row = CONSUMER * M + gl.arange(0, M, gl.SliceLayout(1, COPY))
     dim = gl.arange(0, D, gl.SliceLayout(0, COPY))
     head = first_head + row % PACK
     is_dim = (dim >= 0)[None, :]
-    num_tiles, num_programs = num_active_programs(query_start_loc, num_reqs, BLOCK_Q, ROUNDS, CONSUMER_WARPS)
+    num_tiles, num_programs = num_active_programs(query_start_loc, num_reqs, BLOCK_Q, CONSUMER_WARPS)
     filled = 0  # tiles of keys so far; of values as many
-    started = 0  # turns so far that started products: one fewer for each tile of queries
     for round in range(0, gl.cdiv(num_tiles, num_programs)):
         tile = tile_of_round(round, num_tiles, num_programs)
         _request, query_start, num_queries, first_query, num_keys = find_tile(
@@ -256,25 +206,22 @@ def consume(
             weight_MN, decay_M, best_M, total_M = softmax(
                 score_MN, best_M, total_M, scale_log2, last, position_M, num_keys, True, N, SCORE
             )
-            if not LATE:
-                weight_MN = gl.convert_layout(weight_MN.to(dtype), WEIGHT)
+            weight_MN = gl.convert_layout(weight_MN.to(dtype), WEIGHT)
             sum_MD = gl.zeros([M, D], gl.float32, SUM)
             first_inner = gl.minimum(gl.maximum(num_masked, 1), last + 1)
             for turn in range(1, first_inner):
                 weight_MN, sum_MD, decay_M, best_M, total_M = step(
-                    turn, last, filled, started, query_MD, keys_SND, values_SND, barriers, weight_MN, sum_MD,
-                    decay_M, best_M, total_M, position_M, num_keys, scale_log2,
-                    True, CONSUMER, CONSUMERS, PING_PONG, LATE, STAGES, M, N, SCORE, SUM, WEIGHT,
+                    turn, last, filled, query_MD, keys_SND, values_SND, barriers, weight_MN, sum_MD, decay_M,
+                    best_M, total_M, position_M, num_keys, scale_log2,
+                    True, STAGES, M, N, SCORE, SUM, WEIGHT,
                 )  # fmt: skip
             for turn in range(first_inner, last + 1):
                 weight_MN, sum_MD, decay_M, best_M, total_M = step(
-                    turn, last, filled, started, query_MD, keys_SND, values_SND, barriers, weight_MN, sum_MD,
-                    decay_M, best_M, total_M, position_M, num_keys, scale_log2,
-                    False, CONSUMER, CONSUMERS, PING_PONG, LATE, STAGES, M, N, SCORE, SUM, WEIGHT,
+                    turn, last, filled, query_MD, keys_SND, values_SND, barriers, weight_MN, sum_MD, decay_M,
+                    best_M, total_M, position_M, num_keys, scale_log2,
+                    False, STAGES, M, N, SCORE, SUM, WEIGHT,
                 )  # fmt: skip
             sum_MD = sum_MD * gl.convert_layout(decay_M, gl.SliceLayout(1, SUM))[:, None]
-            if LATE:
-                weight_MN = gl.convert_layout(weight_MN.to(dtype), WEIGHT)
             slot = (filled + last) % STAGES
             mbarrier.wait(value_full.index(slot), (filled + last) // STAGES & 1)
             sums = warpgroup_mma(weight_MN, values_SND.index(slot), sum_MD, is_async=True)
@@ -290,7 +237,6 @@ def consume(
             )
             gl.store(out_pointer, query_MD.load(COPY), mask=is_element)
             filled += last + 1
-            started += last
 
 
 @gluon.jit
@@ -298,7 +244,6 @@ def step(
     turn,
     last,
     filled,
-    started,
     query_MD,
     keys_SND,
     values_SND,
@@ -312,10 +257,6 @@ def step(
     num_keys,
     scale_log2,
     MASKED: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    LATE: gl.constexpr,
     STAGES: gl.constexpr,
     M: gl.constexpr,
     N: gl.constexpr,
@@ -327,24 +268,16 @@ def step(
     values of that turn, whose product runs while the softmax of these scores is computed.
 
     No product is in flight between turns: where one is, ptxas 12.8 makes every product of a kernel with roles
-    wait for the one before. ``PING_PONG``: consumers start products in turn, so that the softmax of one falls
-    into the products of the others instead of all doing the same at once.
+    wait for the one before.
     """
-    key_full, value_full, key_free, value_free, order = barriers
+    key_full, value_full, key_free, value_free = barriers
     this = filled + turn
     before = this - 1
     mbarrier.wait(key_full.index(this % STAGES), this // STAGES & 1)
-    if PING_PONG:
-        # The first consumer's turn n waits for n turns of the last one, others' for n + 1 of the one before.
-        mbarrier.wait(order.index(CONSUMER), (started + turn + (0 if CONSUMER == 0 else 1)) & 1)
     scores = start_scores(query_MD, keys_SND.index(this % STAGES), M, N, SCORE)
     sum_MD = sum_MD * gl.convert_layout(decay_M, gl.SliceLayout(1, SUM))[:, None]
-    if LATE:
-        weight_MN = gl.convert_layout(weight_MN.to(values_SND.dtype), WEIGHT)
     mbarrier.wait(value_full.index(before % STAGES), before // STAGES & 1)
     sums = warpgroup_mma(weight_MN, values_SND.index(before % STAGES), sum_MD, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(order.index((CONSUMER + 1) % CONSUMERS), count=1)
     score_MN = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(key_free.index(this % STAGES), count=1)
     weight_MN, decay_M, best_M, total_M = softmax(
@@ -352,6 +285,5 @@ def step(
     )
     sum_MD = warpgroup_mma_wait(0, deps=[sums])
     mbarrier.arrive(value_free.index(before % STAGES), count=1)
-    if not LATE:
-        weight_MN = gl.convert_layout(weight_MN.to(values_SND.dtype), WEIGHT)
+    weight_MN = gl.convert_layout(weight_MN.to(values_SND.dtype), WEIGHT)
     return weight_MN, sum_MD, decay_M, best_M, total_M
