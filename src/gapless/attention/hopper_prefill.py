@@ -49,7 +49,8 @@ def prefill_hopper(
     shape = (num_blocks * block_size, (num_kv_heads - 1) * stride_k + head_size)
     box = (page_rows(block_size, tile.block_n), 64)
     keys, values = (
-        box_descriptor(cache.data_ptr(), cache.dtype, shape, (stride_s, 1), box) for cache in (k_cache, v_cache)
+        box_descriptor(cache.data_ptr(), cache.dtype, shape, (stride_s, 1), box)
+        for cache in (k_cache, v_cache)
     )
     args = (query_THD, keys, values, *others, *sizes, cache_stride_k, table_stride_b, table_stride_m)
     constants = kernel_constants(tile, group, head_size, block_size, query_THD.device)

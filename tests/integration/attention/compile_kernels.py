@@ -17,16 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from gapless.attention import (
-    hopper_kernels,
-    hopper_prefill,
-    hopper_role_tiles,
-    hopper_roles,
-    triton_decode,
-    triton_kernels,
-    triton_varlen,
-)
-from gapless.attention.hopper_role_tiles import ROLE_TILES
+from gapless.attention import hopper_kernel, hopper_prefill, triton_decode, triton_kernels, triton_varlen
 from gapless.attention.tile_rules import decode_tile, hopper_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
@@ -53,7 +44,7 @@ def compile_kernel(
             signature[name] = "*i32"
         elif name.startswith(("part_", "stat_")):
             signature[name] = "*fp32"
-        elif name.endswith("_cache") and constants.get("USE_TMA"):
+        elif name.endswith("_cache") and "PAGE_ROWS" in constants:
             layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
             signature[name] = f"tensordesc<{_TYPE_NAMES[dtype]}[{constants['PAGE_ROWS']}, 64],{layout!r}>"
         elif name.endswith(("_THD", "_TKD", "_SHD", "_cache")):
@@ -122,37 +113,26 @@ def main() -> None:
         print(compile_kernel(kernel, dtype, {**both, **constants}, options))
     merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
-    compile_hopper_kernels([(2, 128, 4096)])
-    compile_role_kernels(["tma"])
+    compile_hopper_kernel([(2, 128, 16)])
     compile_encoder_kernels([(80, 8192, 8)])
     if "--all" in sys.argv:
-        compile_role_kernels(list(ROLE_TILES))
-        compile_hopper_kernels([(4, 128, 512), (1, 128, 4096), (3, 64, 4096), (3, 64, 512)])
+        compile_hopper_kernel([(1, 128, 16), (8, 128, 128), (3, 64, 24)])
         compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
 
 
-def compile_hopper_kernels(shapes: list[tuple[int, int, int]]) -> None:
-    """``shapes``: groups, head sizes and numbers of tokens."""
-    for group, head_size, num_tokens in shapes:
-        tile = hopper_tile(group=group, head_size=head_size, itemsize=2, num_tokens=num_tokens, window=0)
+def compile_hopper_kernel(shapes: list[tuple[int, int, int]]) -> None:
+    """``shapes``: groups, head sizes and block sizes."""
+    for group, head_size, block_size in shapes:
+        tile = hopper_tile(
+            group=group, head_size=head_size, itemsize=2, num_tokens=4096, block_size=block_size, window=0
+        )
         assert tile is not None
         constants = dict(
-            hopper_prefill._constants(tile, group, head_size, 16, 8 * head_size, torch.device("cpu"))
+            hopper_prefill.kernel_constants(tile, group, head_size, block_size, torch.device("cpu"))
         )
         options = {"num_warps": constants.pop("num_warps")}
         constants["EARLY"] = True
-        kernel = hopper_kernels.hopper_prefill_kernel
-        print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
-
-
-def compile_role_kernels(names: list[str]) -> None:
-    for name in names:
-        constants = dict(
-            hopper_role_tiles.constants_of(ROLE_TILES[name], 2, 128, 16, 8 * 128, torch.device("cpu"))
-        )
-        options = {"num_warps": constants.pop("num_warps")}
-        constants["EARLY"] = True
-        kernel = hopper_roles.hopper_roles_kernel
+        kernel = hopper_kernel.hopper_prefill_kernel
         print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
 
 

@@ -1,4 +1,4 @@
-"""Runs the kernel with roles (``hopper_roles.py``) on the CPU: every role is a thread, barriers hold it up.
+"""Runs the Gluon kernel for Hopper on the CPU: every role is a thread, barriers hold it up.
 
 As in ``gluon_on_cpu.py`` what is asynchronous happens as late as it may: a copy fills its place with NaN when
 it starts and with data when somebody waits for its barrier. Barriers are as the hardware's: they know the
@@ -11,48 +11,52 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_on_cpu import Buffer, Machine, Pointer
+from gluon_on_cpu import Buffer, Machine, Pointer, Product
 from torch import Tensor
 
-from gapless.attention import hopper_feed, hopper_roles, hopper_tiles
-from gapless.attention.hopper_role_tiles import CONSUMER_ROWS, RoleTile, constants_of
+from gapless.attention.hopper_prefill import kernel_constants
+from gapless.attention.tile_rules import hopper_tile
 from ragged_batches import RaggedBatch
 
 PATIENCE = 60.0
 
 
-def run_roles(batch: RaggedBatch, tile: RoleTile, *, scale: float, num_programs: int | None = None) -> None:
+def run_kernel(
+    batch: RaggedBatch, *, scale: float, num_programs: int | None = None, stages: int = 2
+) -> None:
     """Writes ``batch.out``. ``num_programs`` for each pack of heads."""
     metadata = batch.metadata
     num_tokens, num_heads, head_size = batch.query.shape
     group, block_size = num_heads // batch.k_cache.shape[2], batch.k_cache.shape[1]
-    constants = dict(
-        constants_of(tile, group, head_size, block_size, batch.k_cache.stride(1), torch.device("cpu"))
+    tile = hopper_tile(
+        group=group, head_size=head_size, itemsize=2, num_tokens=4096, block_size=block_size, window=0
     )
+    assert tile is not None
+    tile = replace(tile, num_stages=stages)
+    constants = dict(kernel_constants(tile, group, head_size, block_size, torch.device("cpu")))
     del constants["num_warps"]
-    num_reqs = metadata.seq_lens.shape[0]
-    block_q = constants["BLOCK_Q"]
-    assert block_q * constants["PACK"] == tile.consumers * CONSUMER_ROWS
-    table = metadata.block_table
-    pointer = [Pointer(t.view(-1)) for t in (batch.query, batch.k_cache, batch.v_cache, batch.out)]
-    if tile.use_tma:
-        rows = constants["PAGE_ROWS"]
-        pointer[1:3] = [
-            Descriptor(cache.flatten(2).flatten(0, 1), rows) for cache in (batch.k_cache, batch.v_cache)
-        ]
-    lookups = [Pointer(t.view(-1)) for t in (metadata.query_start_loc, metadata.seq_lens, table)]
-    most_programs = -(-num_tokens // block_q) + min(num_reqs, 16)
-    machine = RoleMachine(
-        num_heads // constants["PACK"], num_programs or -(-most_programs // max(tile.rounds, 1))
+    num_reqs, table = metadata.seq_lens.shape[0], metadata.block_table
+    query, out, *lookups = (
+        Pointer(t.view(-1))
+        for t in (batch.query, batch.out, metadata.query_start_loc, metadata.seq_lens, table)
     )
+    caches = [
+        Descriptor(cache.flatten(2).flatten(0, 1), constants["PAGE_ROWS"])
+        for cache in (batch.k_cache, batch.v_cache)
+    ]
+    most_programs = -(-num_tokens // tile.block_q) + min(num_reqs, 16)
+    machine = RoleMachine(num_heads // tile.pack, num_programs or most_programs)
     for _ in machine.programs():
-        machine.function("hopper_roles_kernel")(
-            *pointer,
+        machine.function("hopper_prefill_kernel")(
+            query,
+            *caches,
+            out,
             *lookups,
             num_reqs,
             num_tokens,
@@ -88,7 +92,6 @@ class Barrier:
         self.changed = threading.Condition()
         self.count = self.missing = self.missing_bytes = self.num_phases = 0
         self.copies: list[tuple[Tensor, Tensor, int]] = []
-        self.late_arrivals = 0
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
@@ -106,12 +109,6 @@ class Barrier:
             self.copies.append((target, data, num_bytes))
             self.changed.notify_all()
 
-    def arrive_late(self, copies: list[tuple[Tensor, Tensor]], count: int) -> None:
-        with self.changed:
-            self.copies += [(target, data, 0) for target, data in copies]
-            self.late_arrivals += count
-            self.changed.notify_all()
-
     def wait(self, parity: int) -> None:
         with self.changed:
             while self.num_phases & 1 == parity:
@@ -125,10 +122,6 @@ class Barrier:
             target.copy_(data)
             self.missing_bytes -= num_bytes
         self.copies = []
-        if self.late_arrivals:
-            self.missing -= self.late_arrivals
-            self.late_arrivals = 0
-            assert self.missing >= 0, "more arrivals than the barrier was made for"
         self._end_phase()
 
     def _end_phase(self) -> None:
@@ -160,41 +153,26 @@ class RoleBuffer(Buffer):
 
 
 class RoleMachine(Machine):
-    modules = (hopper_tiles, hopper_feed, hopper_roles)
-
     def programs(self) -> Iterator[None]:
         for program in product(*map(range, self._grid)):
             self._program = program
             self._own = threading.local()
             yield
 
-    # What a role has in flight is its own.
     @property
-    def _groups(self) -> deque[Any]:
-        return self._of_role("groups", deque)
-
-    @property
-    def _flying(self) -> deque[Any]:
-        return self._of_role("flying", deque)
-
-    @property
-    def _copies(self) -> list[Any]:
-        return self._of_role("copies", list)
-
-    def _of_role(self, name: str, kind: Any) -> Any:
-        if not hasattr(self._own, name):
-            setattr(self._own, name, kind())
-        return getattr(self._own, name)
+    def _flying(self) -> deque[Product]:  # type: ignore[override]
+        """What a role has in flight is its own."""
+        if not hasattr(self._own, "flying"):
+            self._own.flying = deque()
+        return self._own.flying
 
     def _builtins(self) -> dict[str, Any]:
-        builtins = super()._builtins()
-        builtins["async_copy"].mbarrier_arrive = self._arrive_with_copies
-        return builtins | {
+        return super()._builtins() | {
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: None,
                 init=lambda barrier, count: barrier.init(count),
                 wait=lambda barrier, phase: barrier.wait(phase),
-                arrive=lambda barrier, count, pred=True: barrier.arrive(count) if pred else None,
+                arrive=lambda barrier, count: barrier.arrive(count),
                 expect=lambda barrier, num_bytes: barrier.arrive(1, num_bytes),
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_box),
@@ -219,11 +197,6 @@ class RoleMachine(Machine):
         # Bytes of the kernel's own type: the CPU runs it in fp32.
         barrier.copy(result.tensor, data, data.numel() * 2)
 
-    def _arrive_with_copies(self, barrier: Barrier, increment_count: bool) -> None:
-        assert not increment_count
-        barrier.arrive_late(list(self._copies), barrier.count)
-        self._copies.clear()
-
     def _run_roles(self, roles: list[Any], num_warps: list[int], num_registers: list[int]) -> None:
         assert len(roles) == len(num_warps) + 1 == len(num_registers) + 1
         failures: list[BaseException] = []
@@ -232,7 +205,6 @@ class RoleMachine(Machine):
             try:
                 function(*arguments)
                 assert not self._flying, "a product is never waited for"
-                assert not self._copies, "a copy belongs to no barrier"
             except BaseException as error:
                 failures.append(error)
 

@@ -11,11 +11,7 @@ two families are in ``qwen_vl.py``.
 from __future__ import annotations
 
 import math
-<<<<<<< HEAD
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-=======
-from collections.abc import Callable, Mapping, Sequence
->>>>>>> w-vision
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
