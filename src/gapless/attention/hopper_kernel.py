@@ -35,6 +35,7 @@ from gapless.attention.hopper_producer import PRODUCER_WARPS, produce
 from gapless.attention.hopper_tiles import (
     LOG2_E,
     find_tile,
+    last_tile_of_keys,
     num_active_programs,
     softmax,
     start_scores,
@@ -81,8 +82,8 @@ def hopper_prefill_kernel(
     PAGE_ROWS: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """Programs (pack of query heads, tile of queries). The caches are descriptors of [slots, K * D] with boxes
-    of [PAGE_ROWS, 64]; PAGE_ROWS divides BLOCK_SIZE and BLOCK_N; BLOCK_Q * PACK are the rows of both
+    """Programs (pack of query heads, tile of queries). The caches are descriptors of [slots, K * D] with
+    boxes of [PAGE_ROWS, 64]; PAGE_ROWS divides BLOCK_SIZE and BLOCK_N; BLOCK_Q * PACK are the rows of both
     consumers."""
     N: gl.constexpr = BLOCK_N
     D: gl.constexpr = HEAD_SIZE
@@ -183,7 +184,7 @@ def consume(
         )
         if (tile >= 0) & (first_query < num_queries):
             first_position = num_keys - num_queries + first_query
-            last = (gl.minimum(first_position + BLOCK_Q, num_keys) - 1) // N
+            last = last_tile_of_keys(num_keys, num_queries, first_query, BLOCK_Q, N)
             # Tiles of keys up to the first query's position are visible to every row.
             num_masked = gl.maximum(last + 1 - (first_position + CONSUMER * M // PACK + 1) // N, 0)
             token = (query_start + first_query + row // PACK).to(gl.int64)

@@ -2,14 +2,14 @@
 
 Gluon is Triton's lower level and experimental: the kernel runs with the versions of Triton it was written
 for, on compute capability 9.0, and everything else keeps the Triton kernel; so does all with
-``GAPLESS_HOPPER_ATTENTION=0``. ``tile_rules.hopper_tile`` says which shapes it takes. Gluon is imported at the
-first launch.
+``GAPLESS_HOPPER_ATTENTION=0``. ``tile_rules.hopper_tile`` says which shapes it takes. Gluon is imported at
+the first launch.
 """
 
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ def prefill_hopper(
     group: int,
 ) -> None:
     """``tensors`` and ``arguments`` are those of the Triton kernel, in its order."""
-    from gapless.kernels.descriptors import box_descriptor
-
+    gluon = _gluon()
     query_THD, k_cache, v_cache, *others = tensors
     *sizes, _cache_stride_s, cache_stride_k, table_stride_b, table_stride_m = arguments
     num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
@@ -49,12 +48,12 @@ def prefill_hopper(
     shape = (num_blocks * block_size, (num_kv_heads - 1) * stride_k + head_size)
     box = (page_rows(block_size, tile.block_n), 64)
     keys, values = (
-        box_descriptor(cache.data_ptr(), cache.dtype, shape, (stride_s, 1), box)
+        gluon.box_descriptor(cache.data_ptr(), cache.dtype, shape, (stride_s, 1), box)
         for cache in (k_cache, v_cache)
     )
     args = (query_THD, keys, values, *others, *sizes, cache_stride_k, table_stride_b, table_stride_m)
     constants = kernel_constants(tile, group, head_size, block_size, query_THD.device)
-    launch(_kernels().hopper_prefill_kernel, grid, args, constants)
+    launch(gluon.hopper_prefill_kernel, grid, args, constants)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,7 +88,8 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    from gapless.attention import hopper_kernel
+def _gluon() -> SimpleNamespace:
+    from gapless.attention.hopper_kernel import hopper_prefill_kernel
+    from gapless.kernels.descriptors import box_descriptor
 
-    return hopper_kernel
+    return SimpleNamespace(hopper_prefill_kernel=hopper_prefill_kernel, box_descriptor=box_descriptor)

@@ -1,4 +1,4 @@
-"""The producer of ``hopper_kernel.py``: one warp that has the copy engine bring keys and values into the ring.
+"""The producer of ``hopper_kernel.py``: one warp that has the copy engine bring keys and values.
 
 Invariant: of a page that a request has begun all slots are copied, but what lies at and past the request's
 end reaches no result. Keys there are masked; values there are overwritten with zeros before a consumer hears
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from gapless.attention.hopper_tiles import find_tile, num_active_programs, tile_of_round
+from gapless.attention.hopper_tiles import find_tile, last_tile_of_keys, num_active_programs, tile_of_round
 
 PRODUCER_WARPS = gl.constexpr(1)
 
@@ -50,7 +50,7 @@ def produce(
             tile, query_start_loc, seq_lens, num_reqs, BLOCK_Q, PRODUCER_WARPS
         )
         if (tile >= 0) & (first_query < num_queries):
-            last = (gl.minimum(num_keys - num_queries + first_query + BLOCK_Q, num_keys) - 1) // N
+            last = last_tile_of_keys(num_keys, num_queries, first_query, BLOCK_Q, N)
             table_row = block_table + request * table_stride_b
             if EARLY:
                 tl.extra.cuda.gdc_wait()

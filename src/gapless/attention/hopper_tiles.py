@@ -54,6 +54,14 @@ def find_tile(tile, query_start_loc, seq_lens, num_reqs, BLOCK_Q: gl.constexpr, 
 
 
 @gluon.jit
+def last_tile_of_keys(num_keys, num_queries, first_query, BLOCK_Q: gl.constexpr, N: gl.constexpr):
+    """That a tile of queries sees. Never below 0, so that roles never wait for each other in vain, even where
+    a length makes no sense: that is to be a wrong result, not a GPU that hangs."""
+    end_key = gl.minimum(num_keys - num_queries + first_query + BLOCK_Q, num_keys)
+    return gl.maximum(end_key - 1, 0) // N
+
+
+@gluon.jit
 def count_requests(
     query_start_loc, num_reqs, bound, BLOCK_Q: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr
 ):

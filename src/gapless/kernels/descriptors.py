@@ -9,7 +9,6 @@ described by it. Read ``launch.py`` for how it gets into a kernel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ class _Memory(NamedTuple):
         return self.address
 
 
-class KeptDescriptor(TensorDescriptor, Described):  # type: ignore[misc]
+class KeptDescriptor(TensorDescriptor, Described):
     """Triton's own, so that Triton takes it, too."""
 
     _values: list[Any] | None = None
@@ -54,8 +53,8 @@ def box_descriptor(
     strides: tuple[int, int],
     box: tuple[int, int],
 ) -> KeptDescriptor:
-    """Of a matrix of 16-bit numbers, in elements: copies bring ``box`` (rows, 64 columns) of it, and zeros for
-    what lies outside of ``shape``. Raises ``AssertionError`` where address or rows do not divide by 16
+    """Of a matrix of 16-bit numbers, in elements: copies bring ``box`` (rows, 64 columns) of it, and zeros
+    for what lies outside of ``shape``. Raises ``AssertionError`` where address or rows do not divide by 16
     bytes."""
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return KeptDescriptor(_Memory(address, dtype), list(shape), list(strides), list(box), layout)

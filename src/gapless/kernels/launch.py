@@ -55,7 +55,7 @@ class Described:
         raise NotImplementedError
 
     def expand(self, metadata: Any) -> list[Any]:
-        """What a compiled kernel takes for it. ``metadata`` is what the kernel says of the argument, and equal
+        """What a compiled kernel takes for it. ``metadata`` is what the kernel says of the argument: equal
         for arguments of one ``kind``."""
         raise NotImplementedError
 
@@ -302,7 +302,7 @@ def constants_in_order(kernel: Any, num_args: int, constants: Mapping[str, Any])
 
 
 def past_descriptors(launcher: Any) -> tuple[Callable[..., Any], list[Any]] | None:
-    """``(what launches, metadata of each descriptor)`` of Triton's launcher of a kernel that takes descriptors,
+    """``(what launches, metadata of each descriptor)`` of Triton's launcher of a kernel with descriptors,
     behind the function that makes them anew at every launch; None if it is not as expected."""
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None

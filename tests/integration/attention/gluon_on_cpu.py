@@ -18,6 +18,7 @@ from triton.language import constexpr
 
 from gapless.attention import hopper_kernel, hopper_producer, hopper_tiles
 
+
 class Pointer:
     def __init__(self, elements: Tensor, offset: Any = 0) -> None:
         self.elements, self.offset = elements, offset

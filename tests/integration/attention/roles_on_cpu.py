@@ -27,9 +27,7 @@ from ragged_batches import RaggedBatch
 PATIENCE = 60.0
 
 
-def run_kernel(
-    batch: RaggedBatch, *, scale: float, num_programs: int | None = None, stages: int = 2
-) -> None:
+def run_kernel(batch: RaggedBatch, *, scale: float, num_programs: int | None = None, stages: int = 2) -> None:
     """Writes ``batch.out``. ``num_programs`` for each pack of heads."""
     metadata = batch.metadata
     num_tokens, num_heads, head_size = batch.query.shape
