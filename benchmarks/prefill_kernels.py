@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper: Triton's kernel against the one in Gluon. Whether each is right, how fast it is.
+"""Prefill attention on Hopper: Triton's kernel against the one in Gluon, whether each is right and how fast.
 
 Each runs in a process of its own, which is ended after ``--timeout`` seconds: a kernel that hangs or crashes
 costs its rows, no more. All are compiled first, side by side. Right means: against fp32 attention on the GPU,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from gapless.attention import hopper_prefill, triton_paged
 from gapless.attention.hopper_prefill import can_run_hopper
 from gapless.attention.tile_rules import hopper_tile
 from gapless.attention.torch_reference import TorchReferenceBackend
@@ -102,6 +103,31 @@ def test_roles_share_the_registers_of_a_multiprocessor() -> None:
 def test_other_shapes_keep_the_triton_kernel(other: dict[str, int]) -> None:
     assert hopper_tile(**SHAPE) is not None
     assert hopper_tile(**SHAPE | other) is None
+
+
+def test_the_launch_gives_the_kernel_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper_prefill, "launch", lambda *args: launches.append(args))
+    monkeypatch.setattr(triton_paged, "can_run_hopper", lambda *tensors: True)
+    monkeypatch.setattr(triton_paged, "_check_layout", lambda *tensors: None)
+    batch = make_batch([(0, 600), (30, 7)], head_size=128, num_heads=8, dtype=torch.bfloat16)
+    triton_paged.TritonPagedBackend().attend(
+        batch.query, batch.k_cache, batch.v_cache, batch.out, batch.metadata, scale=0.1, window=None
+    )
+    [(kernel, grid, args, constants)] = launches
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    assert list(constants) == [*kernel.arg_names[len(args) : -1], "num_warps", "EARLY"]
+    assert grid == (2, 21), "packs of heads; 19 tiles of queries, and one that each request may begin"
+    for name, cache in (("k_cache", batch.k_cache), ("v_cache", batch.v_cache)):
+        assert given[name].base == (cache.data_ptr(), torch.bfloat16)
+        assert (given[name].shape, given[name].strides) == ([cache.shape[0] * 16, 2 * 128], [2 * 128, 1])
+        assert given[name].block_shape == [16, 64]
+    metadata = batch.metadata
+    assert given["query_THD"] is batch.query
+    assert given["out_THD"] is batch.out
+    assert given["block_table"] is metadata.block_table
+    assert (given["num_reqs"], given["num_tokens"], given["scale"]) == (2, 607, 0.1)
+    assert (given["cache_stride_k"], given["table_stride_b"]) == (128, metadata.block_table.stride(0))
 
 
 def test_a_cpu_keeps_the_triton_kernel() -> None:
