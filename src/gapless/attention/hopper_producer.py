@@ -132,7 +132,7 @@ def find_pages(
     for page in gl.static_range(N // PAGE_ROWS):
         key = tile * N + page * PAGE_ROWS
         if IS_LAST:
-            key = gl.minimum(key, num_keys - 1)
+            key = gl.maximum(gl.minimum(key, num_keys - 1), 0)
         blocks = blocks + (gl.load(table_row + key // BLOCK_SIZE * table_stride_m),)  # type: ignore[assignment]  # noqa: RUF005
     slots = ()
     for page in gl.static_range(N // PAGE_ROWS):

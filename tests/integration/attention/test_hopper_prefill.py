@@ -54,6 +54,16 @@ def test_prompts_at_the_edges_of_tiles(requests: list[tuple[int, int]]) -> None:
     compare(requests, pad_tokens=3)
 
 
+@pytest.mark.parametrize("num_keys", [0, 5])
+def test_roles_do_not_wait_for_ever_where_lengths_make_no_sense(num_keys: int) -> None:
+    """Fewer keys than queries: no GPU is to hang for it."""
+    from roles_on_cpu import run_kernel
+
+    batch = make_batch([(0, 300), (0, 7)], head_size=64)
+    batch.metadata.seq_lens.fill_(num_keys)
+    run_kernel(batch, scale=0.3)
+
+
 @pytest.mark.parametrize(("num_heads", "block_size"), [(2, 24), (6, 128)])
 def test_a_group_and_a_block_size(num_heads: int, block_size: int) -> None:
     compare([(3, 70), (63, 65)], num_heads=num_heads, block_size=block_size)
