@@ -1,7 +1,9 @@
 """Our kernels under NVIDIA's compute-sanitizer: a few small cases of each GPU test, one run per tool.
 
 ``memcheck`` finds accesses outside of allocations (caching of memory is switched off for it, so that a block
-ends where it ends), ``racecheck`` races in shared memory, ``initcheck`` reads of memory that nothing wrote.
+ends where it ends), ``racecheck`` races in shared memory, ``initcheck`` reads of memory that nothing wrote
+(prefill attention on Hopper copies whole pages of the cache, so the rest of a request's last page may be
+named; it reaches no result).
 Cases that capture graphs, that start an engine or that are large are left out: they run the same kernels, and
 the sanitizer slows everything down a hundredfold.
 

@@ -48,8 +48,8 @@ def make_batch(
     device: str = "cpu",
     seed: int = 0,
 ) -> RaggedBatch:
-    """``requests`` are (cached tokens, new tokens). Everything that must not be read is NaN: cache slots that
-    no token was written to, and query, key and value of pad rows. ``out`` starts as NaN too."""
+    """``requests`` are (cached tokens, new tokens). Everything that must reach no result is NaN: cache slots
+    that no token was written to, and query, key and value of pad rows. ``out`` starts as NaN too."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     query_lens = tuple(new for _, new in requests)

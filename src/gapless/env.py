@@ -50,8 +50,8 @@ class Env:
     fast_launch: bool = True
     """``GAPLESS_FAST_LAUNCH``: compiled kernels are called past Triton's own launch (see
     ``kernels/launch.py``)."""
-    hopper_attention: bool = False
-    """``GAPLESS_HOPPER_ATTENTION``: prefill attention in Gluon on compute capability 9."""
+    hopper_attention: bool = True
+    """``GAPLESS_HOPPER_ATTENTION``: prefill attention in Gluon on compute capability 9.0."""
     enable_prefix_caching: bool | None = None
     """``GAPLESS_ENABLE_PREFIX_CACHING``: the option of that name, for programs whose calls cannot be edited.
     None: not said."""
@@ -86,7 +86,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         tune_linear=_bool(values, "GAPLESS_TUNE_LINEAR"),
         cache_dir=_path(values, "GAPLESS_CACHE_DIR"),
         fast_launch=_bool(values, "GAPLESS_FAST_LAUNCH", default=True),
-        hopper_attention=_bool(values, "GAPLESS_HOPPER_ATTENTION"),
+        hopper_attention=_bool(values, "GAPLESS_HOPPER_ATTENTION", default=True),
         enable_prefix_caching=_bool_or_none(values, "GAPLESS_ENABLE_PREFIX_CACHING"),
         api_keys=tuple(key.strip() for key in values.get("GAPLESS_API_KEY", "").split(",") if key.strip()),
         moe_backend=_choice(values, "GAPLESS_MOE_BACKEND", ("triton", "grouped_mm")),

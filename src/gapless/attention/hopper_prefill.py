@@ -1,19 +1,20 @@
 """When the Gluon kernel for Hopper does the prefill attention of ``triton_paged.py``, and its launch.
 
 Gluon is Triton's lower level and experimental: the kernel runs with the versions of Triton it was written
-for, on compute capability 9, and everything else keeps the Triton kernel. ``tile_rules.hopper_tile`` says
-which shapes it takes. Gluon is imported at the first launch.
+for, on compute capability 9.0, and everything else keeps the Triton kernel; so does all with
+``GAPLESS_HOPPER_ATTENTION=0``. ``tile_rules.hopper_tile`` says which shapes it takes. Gluon is imported at
+the first launch.
 """
 
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from gapless.attention.tile_rules import PrefillTile
+from gapless.attention.tile_rules import PrefillTile, page_rows
 from gapless.env import read_env
 from gapless.kernels.launch import KNOWN_VERSIONS, Constants, launch
 from gapless.kernels.select import launch_options
@@ -38,29 +39,36 @@ def prefill_hopper(
     group: int,
 ) -> None:
     """``tensors`` and ``arguments`` are those of the Triton kernel, in its order."""
-    query_THD, k_cache = tensors[:2]
-    *sizes, cache_stride_s, cache_stride_k, table_stride_b, table_stride_m = arguments
-    constants = _constants(
-        tile, group, query_THD.shape[2], k_cache.shape[1], int(cache_stride_s), query_THD.device
+    gluon = _gluon()
+    query_THD, k_cache, v_cache, *others = tensors
+    *sizes, _cache_stride_s, cache_stride_k, table_stride_b, table_stride_m = arguments
+    num_blocks, block_size, num_kv_heads, head_size = k_cache.shape
+    _, stride_s, stride_k, _ = k_cache.stride()
+    # Rows are slots, columns those of all heads, and a copy is of a page's slots by 64 columns.
+    shape = (num_blocks * block_size, (num_kv_heads - 1) * stride_k + head_size)
+    box = (page_rows(block_size, tile.block_n), 64)
+    keys, values = (
+        gluon.box_descriptor(cache.data_ptr(), cache.dtype, shape, (stride_s, 1), box)
+        for cache in (k_cache, v_cache)
     )
-    args = (*tensors, *sizes, cache_stride_k, table_stride_b, table_stride_m)
-    launch(_kernels().hopper_prefill_kernel, grid, args, constants)
+    args = (query_THD, keys, values, *others, *sizes, cache_stride_k, table_stride_b, table_stride_m)
+    constants = kernel_constants(tile, group, head_size, block_size, query_THD.device)
+    launch(gluon.hopper_prefill_kernel, grid, args, constants)
 
 
 @functools.lru_cache(maxsize=4096)
-def _constants(
-    tile: PrefillTile, group: int, head_size: int, block_size: int, cache_stride_s: int, device: torch.device
+def kernel_constants(
+    tile: PrefillTile, group: int, head_size: int, block_size: int, device: torch.device
 ) -> Constants:
     return Constants(
         HEAD_SIZE=head_size,
         GROUP=group,
         PACK=tile.pack,
         BLOCK_SIZE=block_size,
-        CACHE_STRIDE_S=cache_stride_s,
         BLOCK_Q=tile.block_q,
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
-        WARPS=tile.num_warps,
+        PAGE_ROWS=page_rows(block_size, tile.block_n),
         num_warps=tile.num_warps,
         **launch_options(device),
     )
@@ -75,11 +83,13 @@ def _has_kernel(device: torch.device) -> bool:
         return False
     import triton
 
-    return triton.__version__.startswith(KNOWN_VERSIONS) and torch.cuda.get_device_capability(device)[0] == 9
+    is_known = triton.__version__.startswith(KNOWN_VERSIONS)
+    return is_known and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    from gapless.attention import hopper_kernels
+def _gluon() -> SimpleNamespace:
+    from gapless.attention.hopper_kernel import hopper_prefill_kernel
+    from gapless.kernels.descriptors import box_descriptor
 
-    return hopper_kernels
+    return SimpleNamespace(hopper_prefill_kernel=hopper_prefill_kernel, box_descriptor=box_descriptor)

@@ -1,21 +1,81 @@
-"""The parts of a tile's work in the Gluon kernel for Hopper: look-ups, copies, scores, softmax.
+"""What the roles of ``hopper_kernel.py`` share: which tiles of queries a program takes, scores, softmax.
 
-``hopper_kernels.py`` puts them in order. Nothing here waits: a copy or a product that is started is somebody
-else's to wait for.
+Nothing here waits: a product that is started is somebody else's to wait for. Every warp looks tiles up all by
+itself, so that none waits for others.
 
-Shapes: M rows of a query tile, N keys of a tile, D head size.
+Shapes: M rows of a query tile, N keys of a tile.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 REQUESTS_AT_ONCE = gl.constexpr(256)
 
 # mypy: allow-untyped-defs
+
+
+@gluon.jit
+def num_active_programs(query_start_loc, num_reqs, BLOCK_Q: gl.constexpr, WARPS: gl.constexpr):
+    """``(tiles of queries, programs that share them)``; no tiles for a program that gets none."""
+    end_of_batch = gl.load(query_start_loc + num_reqs)
+    num_used = count_requests(query_start_loc, num_reqs, end_of_batch, 1, 0, WARPS)
+    num_tiles = end_of_batch // BLOCK_Q + num_used
+    num_programs = gl.minimum(gl.num_programs(1), gl.maximum(num_tiles, 1))
+    if gl.program_id(1) >= num_programs:
+        num_tiles = 0
+    return num_tiles, num_programs
+
+
+@gluon.jit
+def tile_of_round(round, num_tiles, num_programs):
+    """Tiles from the last to the first, dealt out back and forth, so that whoever got a heavy one gets a
+    light one next; below 0: none is left for this program."""
+    program = gl.program_id(1)
+    place = program
+    if round % 2 == 1:
+        place = num_programs - 1 - program
+    return num_tiles - 1 - (round * num_programs + place)
+
+
+@gluon.jit
+def find_tile(tile, query_start_loc, seq_lens, num_reqs, BLOCK_Q: gl.constexpr, WARPS: gl.constexpr):
+    """``(request, its first token, its queries, the tile's first query, its keys)``. A tile whose first query
+    is past the queries is empty; so is one below 0."""
+    tile = gl.maximum(tile, 0)
+    request = count_requests(query_start_loc, num_reqs, tile + 1, BLOCK_Q, 1, WARPS) - 1
+    query_start = gl.load(query_start_loc + request)
+    num_queries = gl.load(query_start_loc + request + 1) - query_start
+    num_keys = gl.load(seq_lens + request)
+    return request, query_start, num_queries, (tile - query_start // BLOCK_Q - request) * BLOCK_Q, num_keys
+
+
+@gluon.jit
+def last_tile_of_keys(num_keys, num_queries, first_query, BLOCK_Q: gl.constexpr, N: gl.constexpr):
+    """That a tile of queries sees. Never below 0, so that roles never wait for each other in vain, even where
+    a length makes no sense: that is to be a wrong result, not a GPU that hangs."""
+    end_key = gl.minimum(num_keys - num_queries + first_query + BLOCK_Q, num_keys)
+    return gl.maximum(end_key - 1, 0) // N
+
+
+@gluon.jit
+def count_requests(
+    query_start_loc, num_reqs, bound, BLOCK_Q: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr
+):
+    """As in ``triton_kernels.py``: how many requests b have ``query_start_loc[b] // BLOCK_Q + b * STEP <
+    bound``."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    count = 0
+    for start in range(0, num_reqs, REQUESTS_AT_ONCE):
+        request = start + gl.arange(0, REQUESTS_AT_ONCE, LAYOUT)
+        is_request = request < num_reqs
+        first = gl.load(query_start_loc + request, mask=is_request, other=0)
+        is_below = is_request & (first // BLOCK_Q + request * STEP < bound)
+        count += gl.sum(is_below.to(gl.int32), 0)
+    return count
 
 
 @gluon.jit
@@ -50,58 +110,3 @@ def softmax(
     weight_MN = gl.exp2(score_MN * scale_log2 - pivot_M[:, None])
     decay_M = gl.exp2(best_M - pivot_M)
     return weight_MN, decay_M, new_best_M, total_M * decay_M + gl.sum(weight_MN, 1)
-
-
-@gluon.jit
-def find_blocks(
-    table_row, tile, table_stride_m, BLOCK_SIZE: gl.constexpr, N: gl.constexpr, COPY: gl.constexpr
-):
-    """The cache block of each key of a tile before the last, all of whose keys exist; 0 for tiles below 0."""
-    key_N = tile * N + gl.arange(0, N, gl.SliceLayout(1, COPY))
-    is_tile = (tile >= 0) & (key_N >= 0)
-    return gl.load(table_row + key_N // BLOCK_SIZE * table_stride_m, mask=is_tile, other=0)
-
-
-@gluon.jit
-def copy_tile(
-    buffer_ND,
-    head_pointer,
-    block_N,
-    tile,
-    num_keys,
-    CACHE_STRIDE_S: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    N: gl.constexpr,
-    D: gl.constexpr,
-    COPY: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """Starts the copy of a tile; masked, keys past the last become zeros. The stride is a constant because a
-    64-bit product for each row would cost as much as the softmax."""
-    dim = gl.arange(0, D, gl.SliceLayout(0, COPY))
-    key_N = tile * N + gl.arange(0, N, gl.SliceLayout(1, COPY))
-    block_start_N = block_N.to(gl.int64) * (BLOCK_SIZE * CACHE_STRIDE_S)
-    in_block_N = key_N % BLOCK_SIZE * CACHE_STRIDE_S
-    pointer = head_pointer + in_block_N[:, None] + dim[None, :] + block_start_N[:, None]
-    if MASKED:
-        is_cached = (key_N < num_keys)[:, None] & (dim >= 0)[None, :]
-        async_copy.async_copy_global_to_shared(buffer_ND, pointer, mask=is_cached)
-    else:
-        async_copy.async_copy_global_to_shared(buffer_ND, pointer)
-
-
-@gluon.jit
-def count_requests(
-    query_start_loc, num_reqs, bound, BLOCK_Q: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr
-):
-    """As in ``triton_kernels.py``: how many requests b have ``query_start_loc[b] // BLOCK_Q + b * STEP <
-    bound``."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    count = 0
-    for start in range(0, num_reqs, REQUESTS_AT_ONCE):
-        request = start + gl.arange(0, REQUESTS_AT_ONCE, LAYOUT)
-        is_request = request < num_reqs
-        first = gl.load(query_start_loc + request, mask=is_request, other=0)
-        is_below = is_request & (first // BLOCK_Q + request * STEP < bound)
-        count += gl.sum(is_below.to(gl.int32), 0)
-    return count

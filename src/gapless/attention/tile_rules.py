@@ -63,24 +63,29 @@ def prefill_tile(*, group: int, head_size: int, itemsize: int, num_tokens: int) 
 
 @functools.lru_cache(maxsize=4096)
 def hopper_tile(
-    *, group: int, head_size: int, itemsize: int, num_tokens: int, window: int
+    *, group: int, head_size: int, itemsize: int, num_tokens: int, block_size: int, window: int
 ) -> PrefillTile | None:
-    """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. Tiles have 64 rows or
-    more, because that is what a tensor-core product of a warpgroup takes; two programs of them on a
-    multiprocessor hide each other's waits until a prompt is so long that reading keys less often counts."""
+    """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. Two consumers have 64 rows
+    each, because that is what a tensor-core product of a warpgroup takes; ``num_warps`` are those of one."""
     if head_size not in (64, 128) or itemsize != 2 or window or num_tokens < _SHORT_HOPPER_PREFILL:
         return None
-    is_long = num_tokens >= _LONG_HOPPER_PREFILL
-    rows = 128 if is_long else 64
-    pack = min(group & -group, rows)
+    if page_rows(block_size, _HOPPER_BLOCK_N) < _MIN_PAGE_ROWS:
+        return None
+    pack = min(group & -group, 64)
     return PrefillTile(
-        block_q=rows // pack,
+        block_q=128 // pack,
         pack=pack,
-        block_n=128 if is_long else 64,
-        num_warps=8 if is_long else 4,
-        num_stages=2 if is_long else 3,
+        block_n=_HOPPER_BLOCK_N,
+        num_warps=4,
+        num_stages=2,
         split_loop=True,
     )
+
+
+def page_rows(block_size: int, block_n: int) -> int:
+    """Cache slots that lie together whatever the block table says: the largest power of 2 that divides a
+    block, within a tile of ``block_n`` keys."""
+    return min(block_size & -block_size, block_n)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,8 +122,9 @@ _LONG_PREFILL = 1024
 """Tokens from which large tiles win: at 512 they leave multiprocessors idle."""
 _SHORT_HOPPER_PREFILL = 512
 """Below, at 256 tokens, the Triton kernel is as quick (H200, 16 and 32 heads over 8)."""
-_LONG_HOPPER_PREFILL = 3072
-"""At 2048 tokens small tiles are 6 to 8% quicker than large ones, at 4096 large ones by 7%."""
+_HOPPER_BLOCK_N = 128
+_MIN_PAGE_ROWS = 8
+"""The copy engine writes shared memory in patterns of 8 rows."""
 _ENOUGH_PROGRAMS = 128
 """About one for each of 132 multiprocessors. More splits only add to the merge."""
 _MAX_SPLITS = 16

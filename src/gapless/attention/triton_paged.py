@@ -5,8 +5,10 @@ host upper bound), never on data, so a captured launch serves every batch of its
 (``AttentionSupport.ALWAYS``). Tile sizes come from a small rule, not from an autotuner: nothing may be
 compiled, timed or synchronised while a stream is capturing.
 
-Invariants: cache slots past a request's length are never read; pad rows of the output become zeros. The
-kernels and their numbering of tiles are in ``triton_kernels.py``; the oracle is ``torch_reference.py``.
+Invariants: cache slots past a request's length reach no result, whatever they hold (Triton's kernels do not
+read them; the one for Hopper copies whole pages and clears their tails); pad rows of the output become zeros.
+The kernels and their numbering of tiles are in ``triton_kernels.py``; long prefill on Hopper has its own
+(``hopper_prefill.py``); the oracle is ``torch_reference.py``.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ def triton_paged_attention(
         _decode(decode, max_query_len, tensors, batch, arguments, fixed)
         return
     size = {"group": group, "head_size": head_size, "itemsize": query_THD.element_size()}
-    hopper = hopper_tile(**size, num_tokens=num_tokens, window=fixed.window)
+    hopper = hopper_tile(**size, num_tokens=num_tokens, block_size=fixed.block_size, window=fixed.window)
     if hopper is not None and can_run_hopper(query_THD, k_cache, v_cache):
         grid = _prefill_grid(hopper, query_THD, seq_lens)
         prefill_hopper(hopper, grid, (*tensors, *batch), arguments, group=group)

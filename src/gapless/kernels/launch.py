@@ -9,15 +9,18 @@ Invariant: two calls with equal keys are two calls that Triton would serve with 
 be finer than Triton's, never coarser: alignment is asked of every pointer in every call. Whatever is not
 understood goes Triton's way: the first call of each key, the interpreter, CPU tensors, launch hooks (Triton's
 profiler), other versions than those of ``KNOWN_VERSIONS``. ``GAPLESS_FAST_LAUNCH=0`` turns it off.
+
+Arguments that are ``Described`` stand for several of the compiled kernel's (``descriptors.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +45,19 @@ class Constants(dict[str, Any]):
     the reading of a dozen names and values."""
 
     __slots__ = ()
+
+
+class Described:
+    """An argument that says itself what a kernel is specialised on."""
+
+    @property
+    def kind(self) -> Hashable:
+        raise NotImplementedError
+
+    def expand(self, metadata: Any) -> list[Any]:
+        """What a compiled kernel takes for it. ``metadata`` is what the kernel says of the argument: equal
+        for arguments of one ``kind``."""
+        raise NotImplementedError
 
 
 def launch(kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
@@ -144,6 +160,17 @@ class Compiled:
     packed_metadata: Any
     constants: tuple[Any, ...]
     """Values of the constant parameters, which the compiled kernel expects after the others and ignores."""
+    described: Mapping[int, Any]
+    """Metadata of ``Described`` arguments by their place."""
+
+    def expand(self, values: Sequence[Any]) -> list[Any]:
+        expanded: list[Any] = []
+        for place, value in enumerate(values):
+            if place in self.described:
+                expanded += value.expand(self.described[place])
+            else:
+                expanded.append(value)
+        return expanded
 
 
 class CachedLauncher:
@@ -180,6 +207,8 @@ class CachedLauncher:
         if found.kernel.pre_run_hooks:
             kernel[grid](*args, **constants)
             return
+        if found.described:
+            values = found.expand(values)
         found.run(
             *(*grid, 1, 1)[:3],
             self._current_stream(device),
@@ -204,10 +233,18 @@ class CachedLauncher:
         tail = constants_in_order(kernel, len(args), constants)
         if compiled is None or tail is None:
             return
+        run, described = compiled.run, {}
+        places = [place for place, argument in enumerate(args) if isinstance(argument, Described)]
+        if places:
+            found = past_descriptors(run)
+            if found is None or len(found[1]) != len(places):
+                return
+            run, described = found[0], dict(zip(places, found[1], strict=True))
         self._compiled[key] = Compiled(
             kernel=kernel,
             source=constants,
-            run=compiled.run,
+            run=run,
+            described=described,
             function=compiled.function,
             packed_metadata=compiled.packed_metadata,
             constants=tail,
@@ -219,7 +256,7 @@ def describe(
 ) -> tuple[list[Any], list[Any]] | None:
     """``(kinds, values)``: what of the arguments a kernel is specialised on, and what it is called with.
 
-    None if an argument is something else than a tensor on the device, an int, a float or None.
+    None if an argument is something else than a tensor on the device, an int, a float, None or ``Described``.
     """
     kinds: list[Any] = []
     values: list[Any] = []
@@ -240,6 +277,9 @@ def describe(
         elif kind is float or argument is None:
             kinds.append(kind)
             values.append(argument)
+        elif issubclass(kind, Described):
+            kinds.append(argument.kind)
+            values.append(argument)
         else:
             return None
     return kinds, values
@@ -259,6 +299,22 @@ def constants_in_order(kernel: Any, num_args: int, constants: Mapping[str, Any])
             return None
         values.append(value)
     return tuple(values)
+
+
+def past_descriptors(launcher: Any) -> tuple[Callable[..., Any], list[Any]] | None:
+    """``(what launches, metadata of each descriptor)`` of Triton's launcher of a kernel with descriptors,
+    behind the function that makes them anew at every launch; None if it is not as expected."""
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    found = inspect.getclosurevars(launcher.launch).nonlocals
+    if not {"launcher", "tensordesc_meta"} <= found.keys() or None in found["tensordesc_meta"]:
+        return None
+    inner, is_cooperative, is_early = found["launcher"], launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def run(x: int, y: int, z: int, stream: int, function: int, *others: Any) -> None:
+        inner(x, y, z, stream, function, is_cooperative, is_early, None, None, *others)
+
+    return run, list(found["tensordesc_meta"])
 
 
 @functools.cache

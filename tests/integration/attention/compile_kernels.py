@@ -15,8 +15,9 @@ from sass import disassemble, unwritten_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from gapless.attention import hopper_kernels, hopper_prefill, triton_decode, triton_kernels, triton_varlen
+from gapless.attention import hopper_kernel, hopper_prefill, triton_decode, triton_kernels, triton_varlen
 from gapless.attention.tile_rules import decode_tile, hopper_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
@@ -43,6 +44,9 @@ def compile_kernel(
             signature[name] = "*i32"
         elif name.startswith(("part_", "stat_")):
             signature[name] = "*fp32"
+        elif name.endswith("_cache") and "PAGE_ROWS" in constants:
+            layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+            signature[name] = f"tensordesc<{_TYPE_NAMES[dtype]}[{constants['PAGE_ROWS']}, 64],{layout!r}>"
         elif name.endswith(("_THD", "_TKD", "_SHD", "_cache")):
             signature[name] = "*" + _TYPE_NAMES[dtype]
     places = {name: index for index, name in enumerate(kernel.arg_names)}
@@ -109,24 +113,26 @@ def main() -> None:
         print(compile_kernel(kernel, dtype, {**both, **constants}, options))
     merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
-    compile_hopper_kernels([(2, 128, 4096)])
+    compile_hopper_kernel([(2, 128, 16)])
     compile_encoder_kernels([(80, 8192, 8)])
     if "--all" in sys.argv:
-        compile_hopper_kernels([(4, 128, 512), (1, 128, 4096), (3, 64, 4096), (3, 64, 512)])
+        compile_hopper_kernel([(1, 128, 16), (8, 128, 128), (3, 64, 24)])
         compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
 
 
-def compile_hopper_kernels(shapes: list[tuple[int, int, int]]) -> None:
-    """``shapes``: groups, head sizes and numbers of tokens."""
-    for group, head_size, num_tokens in shapes:
-        tile = hopper_tile(group=group, head_size=head_size, itemsize=2, num_tokens=num_tokens, window=0)
+def compile_hopper_kernel(shapes: list[tuple[int, int, int]]) -> None:
+    """``shapes``: groups, head sizes and block sizes."""
+    for group, head_size, block_size in shapes:
+        tile = hopper_tile(
+            group=group, head_size=head_size, itemsize=2, num_tokens=4096, block_size=block_size, window=0
+        )
         assert tile is not None
         constants = dict(
-            hopper_prefill._constants(tile, group, head_size, 16, 8 * head_size, torch.device("cpu"))
+            hopper_prefill.kernel_constants(tile, group, head_size, block_size, torch.device("cpu"))
         )
         options = {"num_warps": constants.pop("num_warps")}
         constants["EARLY"] = True
-        kernel = hopper_kernels.hopper_prefill_kernel
+        kernel = hopper_kernel.hopper_prefill_kernel
         print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
 
 

@@ -1,65 +1,22 @@
-"""Runs the Gluon kernel for Hopper as Python on CPU tensors; Gluon has no interpreter of its own.
+"""Plays Gluon on CPU tensors, which has no interpreter of its own: memory, products, arithmetic.
 
-Copies and products happen as late as they may: a copy fills its buffer with NaN when it is started and with
-data when its group is waited for; a product reads its operands when it is waited for. So a kernel that waits
-too little, or that writes a buffer too early, gives NaN. Layouts, barriers and warps do not exist here.
+Products happen as late as they may: they read their operands when they are waited for. So a kernel that waits
+too little, or that writes a buffer too early, is found. Layouts do not exist here. ``roles_on_cpu.py`` adds
+roles, barriers and the copy engine.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import product
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 
-from gapless.attention import hopper_kernels, hopper_tiles
-from ragged_batches import RaggedBatch
-
-
-def run_kernel(
-    batch: RaggedBatch,
-    *,
-    scale: float,
-    rows: int,
-    block_n: int,
-    num_stages: int,
-    num_programs: int | None = None,
-) -> None:
-    """Writes ``batch.out``. ``rows`` of a tile of queries; ``num_programs`` for each pack of heads."""
-    metadata = batch.metadata
-    num_tokens, num_heads, head_size = batch.query.shape
-    group = num_heads // batch.k_cache.shape[2]
-    pack = min(group & -group, rows)
-    num_reqs = metadata.seq_lens.shape[0]
-    tensors = (batch.query, batch.k_cache, batch.v_cache, batch.out)
-    table = metadata.block_table
-    pointers = [Pointer(t.view(-1)) for t in (*tensors, metadata.query_start_loc, metadata.seq_lens, table)]
-    machine = Machine(num_heads // pack, num_programs or -(-num_tokens // (rows // pack)) + min(num_reqs, 16))
-    for _ in machine.programs():
-        machine.function("hopper_prefill_kernel")(
-            *pointers,
-            num_reqs,
-            num_tokens,
-            scale,
-            *batch.query.stride()[:2],
-            *batch.out.stride()[:2],
-            batch.k_cache.stride(2),
-            *table.stride(),
-            HEAD_SIZE=head_size,
-            GROUP=group,
-            PACK=pack,
-            BLOCK_SIZE=batch.k_cache.shape[1],
-            CACHE_STRIDE_S=batch.k_cache.stride(1),
-            BLOCK_Q=rows // pack,
-            BLOCK_N=block_n,
-            STAGES=num_stages,
-            WARPS=4,
-            EARLY=False,
-        )
+from gapless.attention import hopper_kernel, hopper_producer, hopper_tiles
 
 
 class Pointer:
@@ -100,59 +57,41 @@ class Buffer:
 
 
 class Product:
-    def __init__(self, run: Callable[[], Tensor] | None = None, result: Tensor | None = None) -> None:
-        self.run, self.result = run, result
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self.run = run
+        self.result: Tensor | None = None
 
 
 class Machine:
-    """One program at a time."""
+    """One program at a time: ``_program`` is its place in the grid, ``_flying`` are products in flight."""
+
+    _program: tuple[int, ...]
+    _flying: deque[Product]
+
+    modules: tuple[ModuleType, ...] = (hopper_tiles, hopper_producer, hopper_kernel)
 
     def __init__(self, *grid: int) -> None:
         self._grid = grid
-        modules = {**vars(hopper_tiles), **vars(hopper_kernels)}
-        self._globals = modules | {
-            "gl": self._language(),
-            "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=self._copy,
-                commit_group=self._commit_group,
-                wait_group=self._wait_for_groups,
-            ),
-            "warpgroup_mma": self._multiply,
-            "warpgroup_mma_wait": self._wait_for_products,
-            "warpgroup_mma_init": lambda value: Product(result=value),
-        }
+        modules: dict[str, Any] = {}
+        for module in self.modules:
+            modules |= vars(module)
+        self._globals = modules | self._builtins()
         for name, value in modules.items():
             if hasattr(value, "is_gluon"):
                 code = value.fn
                 self._globals[name] = FunctionType(code.__code__, self._globals, name, code.__defaults__)
-        for name in ("LOG2_E", "REQUESTS_AT_ONCE"):
-            self._globals[name] = modules[name].value
+            elif isinstance(value, constexpr):
+                self._globals[name] = value.value
 
-    def programs(self) -> Iterator[None]:
-        for program in product(*map(range, self._grid)):
-            self._program = program
-            self._groups: deque[list[tuple[Tensor, Tensor]]] = deque()
-            self._flying: deque[Product] = deque()
-            self._copies: list[tuple[Tensor, Tensor]] = []
-            yield
-            assert not self._flying, "a product is never waited for"
+    def _builtins(self) -> dict[str, Any]:
+        return {
+            "gl": self._language(),
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._wait_for_products,
+        }
 
     def function(self, name: str) -> Callable[..., None]:
         return self._globals[name]
-
-    def _commit_group(self) -> None:
-        self._groups.append(self._copies)
-        self._copies = []
-
-    def _copy(self, buffer: Buffer, pointer: Pointer, mask: Any = None) -> None:
-        data = pointer.read(tuple(buffer.tensor.shape), mask, 0.0)
-        buffer.tensor.fill_(float("nan"))
-        self._copies.append((buffer.tensor, data))
-
-    def _wait_for_groups(self, num_outstanding: int) -> None:
-        while len(self._groups) > num_outstanding:
-            for tensor, data in self._groups.popleft():
-                tensor.copy_(data)
 
     def _multiply(self, a: Any, b: Buffer, acc: Tensor, *, use_acc: bool = True, is_async: bool) -> Product:
         assert is_async
@@ -167,7 +106,6 @@ class Machine:
     def _wait_for_products(self, num_outstanding: int, deps: list[Product]) -> Tensor:
         while len(self._flying) > num_outstanding:
             flying = self._flying.popleft()
-            assert flying.run is not None
             flying.result = flying.run()
         assert deps[0].result is not None, "used before it is waited for"
         return deps[0].result

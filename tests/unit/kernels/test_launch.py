@@ -20,12 +20,14 @@ pytest.importorskip("triton")
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from gapless.attention import triton_decode, triton_kernels
 from gapless.kernels import jit, launch, linear_jit, penalty_jit, sample_jit, sample_parts_jit
-from gapless.kernels.launch import CachedLauncher, Constants, constants_in_order, describe
+from gapless.kernels.descriptors import KeptDescriptor, box_descriptor
+from gapless.kernels.launch import CachedLauncher, Constants, constants_in_order, describe, past_descriptors
 
 ON_DEVICE = attrgetter("is_cpu")
 MODULES = (jit, linear_jit, penalty_jit, sample_jit, sample_parts_jit, triton_decode, triton_kernels)
@@ -306,6 +308,100 @@ def test_hooks_of_a_kernel_see_every_launch(launcher: CachedLauncher, compiler: 
     for _ in range(3):
         launcher.launch(kernel, (1,), [X, OUT, 32, 7, 0.5], CONSTANTS)
     assert len(seen) == 3
+
+
+class Driver(HopperDriver):
+    """With the driver's part of a descriptor, a number in place of 128 bytes."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.utils = SimpleNamespace(fill_tma_descriptor=self._fill)
+
+    def _fill(self, address: int, *_: Any) -> str:
+        self.made.append(address)
+        return f"map of {address}"
+
+
+SWIZZLED = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [16, 64], "fp4_padded": False}
+
+
+def page(address: int, *, rows: int = 64, box_rows: int = 16) -> KeptDescriptor:
+    return box_descriptor(address, torch.bfloat16, (rows, 128), (128, 1), (box_rows, 64))
+
+
+class TritonsLauncher:
+    """Of ``example_kernel`` with descriptors in its first two places."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        kind = "tensordesc<bf16[16, 64]>"
+        kinds = dict(enumerate([kind, kind, "i32", "i32", "fp32"]))
+        self.launch = wrap_handle_tensordesc(
+            lambda *args: self.calls.append(args), kinds, [SWIZZLED, SWIZZLED]
+        )
+
+    def __call__(self, *args: Any) -> None:
+        self.launch(*args[:5], False, True, None, None, *args[5:])
+
+
+def test_a_descriptor_is_made_once_and_launched_as_triton_launches_it(
+    monkeypatch: pytest.MonkeyPatch, compiler: Compiler, binds: list[int]
+) -> None:
+    own, run = Driver(), TritonsLauncher()
+    monkeypatch.setattr(driver, "_active", own)
+
+    def compile_with(kernel: JITFunction, *args: Any) -> Any:
+        compiled = compiler(kernel, *args)
+        compiled.run = run
+        return compiled
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_with)
+    kernel, launcher = JITFunction(example_kernel), make_launcher(own)
+    for _ in range(3):
+        for first in (16384, 32768):
+            launcher.launch(kernel, (3,), [page(first), page(first + 1024), 32, 7, 0.5], CONSTANTS)
+    assert len(binds) == 1
+    by_triton, other, again = run.calls[:3]
+    assert again[:10] == by_triton[:10]
+    assert again[13:] == by_triton[13:]
+    assert by_triton[13:18] == ("map of 16384", 64, 128, 128, 1)
+    assert other[13:18] == ("map of 32768", 64, 128, 128, 1)
+    assert sorted(own.made) == [16384, 16384, 17408, 17408, 32768, 33792], "by Triton, then once for good"
+
+
+def test_descriptors_are_known_by_place_and_shape() -> None:
+    assert page(4096) is page(4096)
+    others = [page(8192), page(4096, rows=80), page(4096, box_rows=8)]
+    assert all(other is not page(4096) for other in others)
+    described = [describe([descriptor], ON_DEVICE) for descriptor in (page(4096), *others)]
+    kinds = [found[0] for found in described if found is not None]
+    assert kinds[0] == kinds[1] == kinds[2] != kinds[3], "a kernel is compiled for a box, not for a place"
+
+
+def test_descriptors_look_alike_to_us_where_they_look_alike_to_triton() -> None:
+    kernel = JITFunction(example_kernel)
+    by_kinds: dict[Any, str] = {}
+    for descriptor in (page(4096), page(8192), page(4096, rows=80), page(4096, box_rows=8)):
+        args = [descriptor, OUT, 32, 7, 0.5]
+        described = describe(args, ON_DEVICE)
+        assert described is not None
+        theirs = triton_key(kernel, args, CONSTANTS)
+        assert by_kinds.setdefault(tuple(described[0]), theirs) == theirs
+    assert len(by_kinds) == len(set(by_kinds.values())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("global_scratch_size", 8), ("profile_scratch_size", 8), ("launch", lambda *args: None)],
+)
+def test_other_launchers_of_descriptors_are_left_to_triton(name: str, value: Any) -> None:
+    run = TritonsLauncher()
+    assert past_descriptors(run) is not None
+    setattr(run, name, value)
+    assert past_descriptors(run) is None
 
 
 class Subclass(torch.Tensor):
