@@ -32,7 +32,7 @@ demo: $(READY)
 	$(RUN) -m gapless.cli.main demo --model $(MODEL)
 
 # Tensors in tests are tiny: a second OpenMP thread costs more in waiting than it brings, a second process does not.
-WORKERS = $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo "-n auto --maxprocesses=4")
+WORKERS = $(shell $(RUN) -c 'import xdist' 2>/dev/null && echo "-n auto --maxprocesses=4 --dist worksteal")
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS)

@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,22 +81,27 @@ def imports_on_load(tree: ast.Module) -> Iterator[str]:
             pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
 
 
-TREES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in FILES}
+PATHS = {name_of(path): path for path in FILES}
 
 
-@pytest.mark.parametrize("module", [name for name in TREES if name != "gapless"])
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(PATHS[module].read_text(), str(PATHS[module]))
+
+
+@pytest.mark.parametrize("module", [name for name in PATHS if name != "gapless"])
 def test_imports_go_downward_only(module):
     part = part_of(module)
     assert part in RANKS, f"{module}: give {part!r} a rank in this test"
-    for imported in imports(TREES[module]):
+    for imported in imports(tree_of(module)):
         if imported.startswith("gapless."):
             assert RANKS[part_of(imported)] <= RANKS[part], f"{module} imports {imported} from a layer above"
 
 
-@pytest.mark.parametrize("module", [name for name in TREES if name.startswith("gapless.graphs")])
+@pytest.mark.parametrize("module", [name for name in PATHS if name.startswith("gapless.graphs")])
 def test_the_graph_runtime_knows_torch_and_errors_only(module):
     allowed = {"torch", "numpy", "gapless.graphs", "gapless.errors", *sys.stdlib_module_names}
-    for imported in imports(TREES[module]):
+    for imported in imports(tree_of(module)):
         top = ".".join(imported.split(".")[:2]) if imported.startswith("gapless") else imported.split(".")[0]
         assert top in allowed, f"{module} imports {imported}"
 
@@ -119,11 +125,11 @@ def test_what_must_start_fast_does_not_reach_torch(root):
     pending = [root]
     while pending:
         module = pending.pop()
-        if module in seen or module not in TREES:
+        if module in seen or module not in PATHS:
             continue
         seen.add(module)
         pending.append(module.rpartition(".")[0])  # importing a.b imports a
-        for imported in imports_on_load(TREES[module]):
+        for imported in imports_on_load(tree_of(module)):
             assert imported.split(".")[0] not in ("torch", "transformers", "triton"), (
                 f"{root}: {module} imports it"
             )
@@ -139,7 +145,7 @@ def test_importing_the_package_imports_no_torch():
 def test_only_env_reads_the_environment(path):
     if path == SRC / "env.py":
         return
-    for node in ast.walk(TREES[name_of(path)]):
+    for node in ast.walk(tree_of(name_of(path))):
         is_read = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
         assert not is_read, f"line {node.lineno} reads the environment; put the variable into gapless/env.py"
 
@@ -148,12 +154,12 @@ def test_only_env_reads_the_environment(path):
 def test_a_file_is_one_idea(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
-    assert not text.strip() or ast.get_docstring(TREES[name_of(path)]), "a file says first what it is"
+    assert not text.strip() or ast.get_docstring(tree_of(name_of(path))), "a file says first what it is"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_error_is_swallowed(path):
-    for node in ast.walk(TREES[name_of(path)]):
+    for node in ast.walk(tree_of(name_of(path))):
         if isinstance(node, ast.ExceptHandler):
             is_pass = all(isinstance(statement, ast.Pass) for statement in node.body)
             is_broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
