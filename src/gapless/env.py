@@ -44,7 +44,7 @@ class Env:
     soak: bool = False
     """``GAPLESS_SOAK``: run the long random tests too."""
     tune_linear: bool = False
-    """``GAPLESS_TUNE_LINEAR``: time matrix products of a few tokens on this GPU and keep the result."""
+    """``GAPLESS_TUNE_LINEAR``: time tiles for matrix products on this GPU and keep the result."""
     cache_dir: Path | None = None
     """``GAPLESS_CACHE_DIR``: where timings are kept. None: ``~/.cache/gapless``."""
     fast_launch: bool = True

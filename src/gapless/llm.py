@@ -111,6 +111,7 @@ class LLM:
             seed=opened.config.seed,
             enable_prefix_caching=opened.config.enable_prefix_caching,
             processor=opened.loaded.processor,
+            makes_text=not opened.loaded.info.is_pooling,
         )
         self._model: str | None = opened.config.model
 
@@ -144,6 +145,7 @@ class LLM:
         seed: int,
         enable_prefix_caching: bool,
         processor: Processor | None = None,
+        makes_text: bool = True,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -155,6 +157,7 @@ class LLM:
             eos_token_ids=eos_token_ids,
             seed=seed,
             enable_prefix_caching=enable_prefix_caching,
+            makes_text=makes_text,
         )
         self._model = None  # known where this object loads it
         self._calls: dict[str, _Call] = {}  # request id → the call it belongs to

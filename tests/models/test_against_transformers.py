@@ -229,6 +229,7 @@ def test_model_info_follows_the_config(case: str, tmp_path: Path) -> None:
         "num_experts": 0,
         "rope_axes": 1,
         "num_deepstack": 0,
+        "is_pooling": False,
         "is_multimodal": False,
         "image_token_id": None,
         "video_token_id": None,

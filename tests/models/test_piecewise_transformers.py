@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.transformers_interface import attach_attention
 from gapless.errors import CompileError, ModelError
 from gapless.graphs.batch import BatchDescriptor
+from gapless.graphs.capabilities import TcCompiler
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
@@ -69,7 +74,8 @@ def make_model(family: str, *, experts: str | None = None) -> PreTrainedModel:
 class Served:
     """A model behind piecewise graphs of ``SIZES`` tokens: one request whose tokens fill the bucket."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, compiler: TcCompiler = "eager") -> None:
+        self.compiler = compiler
         experts = "grouped_mm" if family == "qwen3_moe" else None
         self.reference = make_model(family, experts=experts)
         self.model = make_model(family, experts=experts)
@@ -79,7 +85,10 @@ class Served:
             layer.bind(backend, torch.full(shape, torch.nan), torch.full(shape, torch.nan))
         device = EmulatedDevice()
         self.forward = install(
-            self.model, config=PiecewiseConfig(split_ops=(ATTENTION_OP,)), device=device, default_dim=1
+            self.model,
+            config=PiecewiseConfig(split_ops=(ATTENTION_OP,), compiler=compiler),
+            device=device,
+            default_dim=1,
         )
         self.store = GraphStore(device)
         self.ids = {n: torch.arange(n)[None] % VOCAB for n in SIZES}
@@ -126,9 +135,16 @@ def _one_request(num_tokens: int) -> AttentionMetadata:
     )
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+def _cases() -> Iterator[Any]:
+    yield from (pytest.param((family, "eager"), id=family) for family in CONFIGS)
+    has_compiler = shutil.which("g++") is not None
+    mark = pytest.mark.skipif(not has_compiler, reason="Inductor needs a C++ compiler on a CPU")
+    yield pytest.param(("llama", "inductor"), id="llama-inductor", marks=mark)
+
+
+@pytest.fixture(scope="module", params=_cases())
 def served(request: pytest.FixtureRequest) -> Served:
-    return Served(request.param)
+    return Served(*request.param)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -137,7 +153,10 @@ def test_logits_equal_transformers_and_padded_eager_on_new_tokens(served: Served
         served.ids[n].copy_(torch.randint(VOCAB, (1, n), generator=torch.Generator().manual_seed(seed)))
         graph = served.run(n, PIECEWISE).clone()
         assert torch.equal(graph, served.run(n, NONE))
-        assert torch.equal(graph, served.run(n, NONE, compiled=False))
+        plain = served.run(n, NONE, compiled=False)
+        if served.compiler == "eager":
+            assert torch.equal(graph, plain)
+        torch.testing.assert_close(graph, plain, rtol=1e-5, atol=1e-5)
         with torch.no_grad():
             expected = served.reference(served.ids[n], use_cache=False).logits[0]
         torch.testing.assert_close(graph, expected, rtol=1e-4, atol=1e-4)
@@ -146,14 +165,17 @@ def test_logits_equal_transformers_and_padded_eager_on_new_tokens(served: Served
 def test_each_layer_is_a_break_and_a_model_has_few_kinds_of_pieces(served: Served) -> None:
     stats = served.forward.stats
     assert (stats.num_splits, stats.num_pieces) == (LAYERS, LAYERS + 1)
-    assert stats.num_distinct <= 4
+    assert stats.num_distinct <= 4 * stats.num_traces
     assert {row.num_breaks for row in served.store.ledger} == {LAYERS}
 
 
 def test_no_size_needed_a_trace_of_its_own(served: Served) -> None:
+    """But size 1 of Inductor, before it is captured: its products in three dimensions hold for two rows and
+    more (``Ne(s, 1)``, a guard of PyTorch's decompositions)."""
     for n in SIZES:
+        served.run(n, PIECEWISE)
         served.run(n, NONE)
-    assert served.forward.stats.num_traces == 1
+    assert served.forward.stats.num_traces == (1 if served.compiler == "eager" else 2)
 
 
 def test_experts_that_are_looped_over_on_the_host_are_refused_by_name() -> None:

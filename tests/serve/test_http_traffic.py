@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,12 +92,16 @@ def test_a_thousand_streams_at_once_get_every_token_of_their_own_and_leave_nothi
         asyncio.run(thousand(server, 0))
         wait_until(lambda: metric(server, "gapless:http_requests_open") <= 1)
         files = num_open_files(server.process.pid)
-        before = [resident_mb(pid) for pid in (server.process.pid, engine)]
+        pids = (server.process.pid, engine)
+        memory = [[resident_mb(pid)] for pid in pids]
         for number in range(1, num_rounds):
             asyncio.run(thousand(server, 1000 * number))
+            for pid, seen in zip(pids, memory, strict=True):
+                seen.append(resident_mb(pid))
         wait_until(lambda: num_open_files(server.process.pid) <= files + 2)
-        after = [resident_mb(pid) for pid in (server.process.pid, engine)]
-        assert all(b - a < 16 for a, b in zip(before, after, strict=True)), (before, after)
+        for seen in memory:  # a leak grows in every round; a backlog, which a loaded machine makes, in few
+            assert seen[-1] - seen[0] < 32, memory
+            assert num_rounds < 10 or statistics.median(b - a for a, b in pairwise(seen)) < 0.5, memory
         wait_until(lambda: metric(server, "vllm:kv_cache_usage_perc") == 0.0)
         assert metric(server, "vllm:num_requests_running") == metric(server, "vllm:num_requests_waiting") == 0
         assert metric(server, "gapless:kv_blocks_free") == metric(server, "gapless:kv_blocks")

@@ -77,6 +77,23 @@ def test_what_was_resolved_and_the_plan_are_printed(started):
     assert "gapless.plan" not in text, "the engine's log does not tell it a second time"
 
 
+def test_the_same_is_served_to_whoever_has_a_key(started):
+    _, url, log = started
+    assert httpx.get(f"{url}/server_info").status_code == 401
+    info = httpx.get(f"{url}/server_info", headers={"Authorization": "Bearer key-2"}).json()
+    assert (info["config"]["max_running_requests"], info["config"]["load_format"]) == (4, "dummy")
+    assert info["served_model_names"] == ["tiny", "alias"]
+    assert (info["settings"]["num_api_keys"], info["settings"]["access_log"]) == (2, "off")
+    assert "key-1" not in str(info)
+    printed = log.read_text()
+    for phase in ("prefill", "decode"):
+        assert f"{phase:<9} {info['plan'][phase]['strategy']}, " in printed
+    reasons = [decision["reason"] for decision in info["plan"]["decisions"]]
+    assert reasons
+    assert any(reason in printed for reason in reasons)
+    assert {"steps", "eager", "graphs"} <= set(info["report"])
+
+
 def test_it_answers_under_its_names_and_asks_for_a_key(started):
     _, url, _ = started
     body = {"model": "alias", "prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -85,7 +102,8 @@ def test_it_answers_under_its_names_and_asks_for_a_key(started):
         answer = httpx.post(
             f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60
         )
-        assert answer.status_code in (200, 400), answer.text
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 5
     assert httpx.get(f"{url}/health").status_code == 200
 
 

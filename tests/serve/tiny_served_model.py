@@ -62,9 +62,12 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path, *options: str, has_graphs: bool = False) -> Iterator[str]:
+def served(folder: Path, *options: str, has_graphs: bool = False, has_weights: bool = False) -> Iterator[str]:
     """The address of a server of the model in ``folder``."""
-    base = [option for option in OPTIONS if not (has_graphs and option == "--enforce-eager")]
+    without = ({"--enforce-eager"} if has_graphs else set()) | (
+        {"--load-format", "dummy"} if has_weights else set()
+    )
+    base = [option for option in OPTIONS if option not in without]
     log = folder / "log"
     command = [sys.executable, "-m", "gapless.launch_server", f"--model-path={folder}", *base]
     with log.open("w") as file:

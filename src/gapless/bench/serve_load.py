@@ -3,10 +3,8 @@
 Open loop: requests arrive by themselves at a rate (gamma-distributed gaps, of which Poisson is the case
 ``burstiness`` 1), whether or not earlier ones are done. Closed loop: at most so many at once, the next when
 one ends. Both can be combined. Prompts are random token ids, so no tokenizer is needed and no prompt is
-found in a cache. Fields of the result are named as in ``vllm bench serve`` and mean the same: TTFT from
-sending to the first event with a token, TPOT the mean of a request without its first token, ITL the gap
-between two events. Invariant: a request counts as completed only if its stream came to its proper end with
-the usage the server counted. Read ``http_stream.py`` for the client.
+found in a cache. Invariant: a request counts as completed only if its stream came to its proper end with
+the usage the server counted. Read ``serve_figures.py`` for the figures, ``http_stream.py`` for the client.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ import asyncio
 import json
 import math
 import random
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from gapless.bench.http_stream import Endpoint, HttpClient, HttpFailure
-from gapless.bench.stats import percentile
+from gapless.bench.serve_figures import Outcome, check_answers, summary
 from gapless.bench.workload import Lengths, PromptSource
 from gapless.errors import ConfigError
 
@@ -54,6 +51,8 @@ class LoadOptions:
     """Send few different prompts many times and compare the answers."""
     timeout_s: float = 600.0
     """For one request."""
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Limits in milliseconds by name (``GOODPUT_NAMES``) that a request must keep to count as good."""
 
     def __post_init__(self) -> None:
         if not self.request_rate > 0:
@@ -63,20 +62,6 @@ class LoadOptions:
         if self.check and self.temperature != 0.0:
             raise ConfigError("--check compares greedy answers: leave --temperature at 0")
         Endpoint.parse(self.url)
-
-
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    """One request. Times in seconds from when it was sent; ``error`` is None when all went well."""
-
-    prompt_index: int
-    prompt_len: int
-    ttft_s: float = 0.0
-    latency_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    output_len: int = 0
-    text: str = ""
-    error: str | None = None
 
 
 OnDone = Callable[[int, int], None]
@@ -104,7 +89,7 @@ async def _measure(options: LoadOptions, on_done: OnDone) -> dict[str, Any]:
         duration_s = time.perf_counter() - start
     finally:
         await client.close()
-    result = {"model_id": model, **_settings(options), **summary(outcomes, duration_s)}
+    result = {"model_id": model, **_settings(options), **summary(outcomes, duration_s, options.goodput)}
     if options.check:
         result["check"] = check_answers(outcomes, options.output_len if options.ignore_eos else None)
     return result
@@ -187,7 +172,7 @@ async def _send(
 
 async def _read_answer(client: HttpClient, body: dict[str, Any], outcome: Outcome) -> None:
     clock = time.perf_counter
-    start = last = clock()
+    start = last = outcome.start_s = clock()
     is_finished = is_whole = False
     usage: dict[str, Any] | None = None
     texts: list[str] = []
@@ -231,66 +216,11 @@ async def _first_model(client: HttpClient) -> str:
 def _settings(options: LoadOptions) -> dict[str, Any]:
     return {
         "backend": "openai",
+        "endpoint_type": "openai",
         "num_prompts": options.num_prompts,
         "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
         "input_lengths": str(options.lengths),
         "output_len": options.output_len,
-    }
-
-
-def summary(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
-    """The figures. Times of requests that failed are in none of them."""
-    good = [outcome for outcome in outcomes if outcome.error is None]
-    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
-    tokens_in, tokens_out = sum(o.prompt_len for o in good), sum(o.output_len for o in good)
-    tpot = [(o.latency_s - o.ttft_s) / (o.output_len - 1) for o in good if o.output_len > 1]
-    return {
-        "duration": round(duration_s, 4),
-        "completed": len(good),
-        "failed": len(failed),
-        "errors": sorted({str(error) for error in failed})[:10],
-        "total_input_tokens": tokens_in,
-        "total_output_tokens": tokens_out,
-        "request_throughput": round(len(good) / duration_s, 3),
-        "output_throughput": round(tokens_out / duration_s, 2),
-        "total_token_throughput": round((tokens_in + tokens_out) / duration_s, 2),
-        **_figures("ttft", [o.ttft_s for o in good]),
-        **_figures("tpot", tpot),
-        **_figures("itl", [gap for o in good for gap in o.itl_s]),
-        **_figures("e2el", [o.latency_s for o in good]),
-    }
-
-
-def _figures(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
-    names = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p90", "p99")]
-    if not values_s:
-        return dict.fromkeys(names)
-    ms = [1e3 * value for value in values_s]
-    found = (
-        *(statistics.fmean(ms), statistics.median(ms), statistics.pstdev(ms)),
-        *(percentile(ms, 90), percentile(ms, 99)),
-    )
-    return {name: round(value, 4) for name, value in zip(names, found, strict=True)}
-
-
-def check_answers(outcomes: Sequence[Outcome], output_len: int | None) -> dict[str, Any]:
-    """Whether the same prompt always had the same answer, and every answer all its tokens. A token that was
-    lost, sent twice or given to another stream shows as a second answer to some prompt."""
-    answers: dict[int, dict[str, int]] = {}
-    for outcome in outcomes:
-        if outcome.error is None:
-            texts = answers.setdefault(outcome.prompt_index, {})
-            texts[outcome.text] = texts.get(outcome.text, 0) + 1
-    num_failed = sum(outcome.error is not None for outcome in outcomes)
-    short = [o for o in outcomes if o.error is None and output_len is not None and o.output_len != output_len]
-    deviating = sum(sum(texts.values()) - max(texts.values()) for texts in answers.values())
-    return {
-        "ok": not deviating and not short and not num_failed,
-        "prompts": len(answers),
-        "answers": sum(sum(texts.values()) for texts in answers.values()),
-        "deviating": deviating,
-        "of_wrong_length": len(short),
-        "failed": num_failed,
     }

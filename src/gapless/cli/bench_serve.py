@@ -55,6 +55,10 @@ def bench_serve(
     respect_eos: Annotated[
         bool, typer.Option("--respect-eos", help="Answers may end before their full length.")
     ] = False,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option("--goodput", metavar="NAME:MS", help="Count requests within ttft, tpot, e2el:MS."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Few prompts, sent often: all answers must agree.")
     ] = False,
@@ -65,6 +69,7 @@ def bench_serve(
 ) -> None:
     """Time to the first token, between tokens, and tokens per second of a running server."""
     from gapless.bench.http_stream import Endpoint, HttpFailure
+    from gapless.bench.serve_figures import parse_goodput
     from gapless.bench.serve_load import LoadOptions, measure_serving
     from gapless.bench.workload import Lengths
 
@@ -87,6 +92,7 @@ def bench_serve(
         temperature=temperature,
         ignore_eos=not respect_eos,
         check=check,
+        goodput=parse_goodput(goodput or []),
         timeout_s=timeout,
     )
     try:
@@ -115,7 +121,13 @@ def _with_meta(found: dict[str, Any]) -> dict[str, Any]:
         words[words.index("--api-key") + 1] = "…"
     words = [word if not word.startswith("--api-key=") else "--api-key=…" for word in words]
     meta = {"command": command_text(words), "date": time.strftime("%Y-%m-%d"), "client_cores": num_cores()}
-    return {"type": "bench", "benchmark": "serve", "meta": meta, **found}
+    return {
+        "type": "bench",
+        "benchmark": "serve",
+        "meta": meta,
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        **found,
+    }
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -128,6 +128,10 @@ def serve_tables(result: Result) -> list[Table]:
         rates.add_row(name.replace("_", " "), f"{result[name]:,}")
     for name in ("request_throughput", "output_throughput", "total_token_throughput"):
         rates.add_row(name.replace("_", " ") + " per second", f"{result[name]:,.2f}")
+    if result["request_goodput"] is not None:
+        rates.add_row("request goodput per second", f"{result['request_goodput']:,.2f}")
+    rates.add_row("most tokens in a second", f"{result['max_output_tokens_per_s']:,.0f}")
+    rates.add_row("most requests at once", f"{result['max_concurrent_requests']:,}")
     if "check" in result:
         rates.add_row(
             "answers that deviate", f"{result['check']['deviating']} of {result['check']['answers']}"

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from gapless.cli.arguments import normalise_args, refuse_contradictions
 from gapless.cli.defaults import engine_defaults
 
-_LIST_FLAGS = ("--cuda-graph-bs-prefill", "--cuda-graph-bs-decode", "--vit-cuda-graph-budgets")
 _BACKENDS = "full, breakable, tc_piecewise or disabled."
 
 
@@ -269,7 +268,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
-        return super().parse_args(ctx, normalise_args(args, known))
+        args = normalise_args(args, known)
+        refuse_contradictions(args, self.params)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """With the defaults of options that are decided below the command line."""
@@ -308,26 +309,6 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     ]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
-
-
-def normalise_args(args: list[str], known: Collection[str]) -> list[str]:
-    """``--max_tokens`` becomes ``--max-tokens``; ``--cuda-graph-bs-decode 1 2 4`` becomes one value."""
-    result: list[str] = []
-    list_words = 0  # of the size list that is being read; 0 outside one
-    for position, arg in enumerate(args):
-        if arg == "--":
-            return result + args[position:]
-        name, equals, value = arg.partition("=")
-        dashed = name.replace("_", "-")
-        if dashed in known:
-            result.append(dashed + equals + value)
-            list_words = int(dashed in _LIST_FLAGS) + int(dashed in _LIST_FLAGS and bool(equals))
-        elif list_words > 1 and re.fullmatch(r"[\d,]+", arg):
-            result[-1] += f",{arg}"
-        else:
-            result.append(arg)
-            list_words += int(list_words > 0)
-    return result
 
 
 def _items(options: Any) -> list[tuple[str, Any]]:

@@ -53,6 +53,7 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         enable_prefix_caching: bool = False,
+        makes_text: bool = True,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -75,6 +76,7 @@ class EngineCore:
             capacity_tokens=self.scheduler.allocator.capacity_tokens,
             grammars=self.grammars,
             takes_media=media is not None,
+            makes_text=makes_text,
         )
         self._random = random.Random(seed)
         # Of the tokenizer, not of this object, which would then live on until its cycle is collected.

@@ -36,6 +36,7 @@ class Intake:
     capacity_tokens: int
     grammars: GrammarCompiler | None = None
     takes_media: bool = False
+    makes_text: bool = True
 
     def make_request(
         self,
@@ -168,6 +169,8 @@ class Intake:
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.pooling is None and not self.makes_text:
+            raise RequestError("this model makes embeddings only, no text: ask a server's /v1/embeddings")
         if params.detokenize and self.tokenizer is None:
             raise RequestError("this model has no tokenizer: set detokenize=False to get token ids only")
         for token_id in params.stop_token_ids:

@@ -51,6 +51,6 @@ def make_plan(
         max_total_tokens=config.max_total_tokens,
         features=features,
         whole_graph_passes=whole_graph_passes(),
-        **facts,
+        **{"is_pooling": info.is_pooling, **facts},
     )
     return resolve(config.graph_request(force=read_env().force_graphs), capabilities)

@@ -2,7 +2,8 @@
 
 A graph is valid for the addresses it saw: of parameters and buffers, and just as much of tensors derived from
 them (packed or transposed weights, tables) that hide in attributes, closures and plain objects. It is valid
-for the plain values it saw, too: flags, limits, counters. A ``Snapshot`` walks all of these from named roots;
+for the plain values it saw, too: flags, limits, counters; and for the classes and hooks of modules, which ran
+then and run no more. A ``Snapshot`` walks all of these from named roots;
 two snapshots differ by a list of changes. Tensors are found by name and compared by address, shape and type.
 With ``own=True`` a snapshot also keeps their memory alive, so that a graph whose weights were rebound reads
 the old weights, never someone else's data. Used by ``probe.py`` (writes during a forward), ``graphed.py``
@@ -59,6 +60,8 @@ class Snapshot:
         captured."""
         self.tensors: dict[str, TensorRecord] = {}
         self.values: dict[str, Any] = {}
+        self.modules: dict[str, str] = {}
+        """What code each module runs: its class, how many hooks, whether its forward was replaced."""
         self.is_complete = True
         self._owned: list[Tensor] = []
         self._objects: dict[str, Tensor] = {}
@@ -66,6 +69,8 @@ class Snapshot:
         for name, leaf in walk.leaves(roots):
             if isinstance(leaf, Tensor):
                 self._record(name, leaf, own=own)
+            elif isinstance(leaf, _ModuleCode):
+                self.modules[name] = leaf.text
             else:
                 self.values[name] = leaf
         self.is_complete = walk.num_objects < MAX_OBJECTS
@@ -92,6 +97,9 @@ class Snapshot:
             Change(kind="new", name=name, detail="a tensor that was not there")
             for name in now.tensors.keys() - self.tensors.keys()
         ]
+        for name, code in self.modules.items():
+            if now.modules.get(name, code) != code:
+                changes.append(Change(kind="value", name=name, detail=f"{code} → {now.modules[name]}"))
         for name, value in self.values.items():
             if name in now.values and _differs(value, now.values[name]):
                 changes.append(Change(kind="value", name=name, detail=f"{value!r} → {now.values[name]!r}"))
@@ -156,11 +164,16 @@ class _Walk:
             if isinstance(item, _PLAIN):
                 yield name, item
                 continue
-            if id(item) in self._seen or isinstance(item, _OPAQUE) or _is_graph_machinery(item):
+            if id(item) in self._seen or isinstance(item, _OPAQUE):
+                continue
+            if getattr(type(item), "is_graphed", False):  # captured as what it wraps, or by itself
+                todo.append((name, item.fn))  # type: ignore[attr-defined]
                 continue
             if not self._enters_breaks and _is_eager_break(item):
                 continue
             self._seen[id(item)] = item
+            if isinstance(item, nn.Module):
+                yield name, _ModuleCode.of(item)
             if isinstance(item, dict | list | set | deque):
                 yield f"len({name})", len(item)
             todo += list(_children(name, item))[::-1]
@@ -170,6 +183,7 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, types.NoneType,
     torch.dtype, torch.device, torch.Size, torch.memory_format, enum.Enum,
 )  # fmt: skip
+_KEPT_IN_GLOBALS = (Tensor, nn.Module, list, dict, set, bool, int, float)
 _OPAQUE = (types.ModuleType, type, torch.Generator, torch._C.ScriptObject)
 
 _FOREIGN = (
@@ -189,8 +203,20 @@ def _is_eager_break(item: object) -> bool:
     return isinstance(item, types.FunctionType) and item.__code__ is _BREAK_CODE
 
 
-def _is_graph_machinery(item: object) -> bool:
-    return bool(getattr(type(item), "is_opaque_to_audit", False))
+@dataclass(frozen=True, slots=True)
+class _ModuleCode:
+    text: str
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _ModuleCode:
+        num_hooks = len(_hooks(module))
+        text = f"{type(module).__module__}.{type(module).__qualname__}"
+        text += f" with {num_hooks} forward hooks" if num_hooks else ""
+        return cls(text + (" and another forward" if "forward" in vars(module) else ""))
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def _children(name: str, item: object) -> Iterator[tuple[str, object]]:
@@ -212,6 +238,7 @@ def _children(name: str, item: object) -> Iterator[tuple[str, object]]:
     elif not _is_foreign(type(item)):
         for key, value in _attributes(item):
             yield f"{name}.{key}", value
+        yield name, getattr(type(item), "__call__", None)  # noqa: B004
 
 
 def _module_children(name: str, module: nn.Module) -> Iterator[tuple[str, object]]:
@@ -220,11 +247,14 @@ def _module_children(name: str, module: nn.Module) -> Iterator[tuple[str, object
             yield from ((f"{name}.{child}", tensor) for child, tensor in value.items())
         elif key not in _MODULE_INTERNALS:
             yield f"{name}.{key}", value
+    for index, hook in enumerate(_hooks(module)):
+        yield f"{name}.hooks[{index}]", hook
     yield name, type(module).forward
 
 
 def _function_children(name: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Closure cells, defaults, and the globals that a function of the user's own code names."""
+    """Closure cells, defaults, and the globals that a function of the user's own code names, with the
+    attributes of classes among them that it names too."""
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
         yield name, wrapped
@@ -239,8 +269,12 @@ def _function_children(name: str, function: types.FunctionType) -> Iterator[tupl
     for used in function.__code__.co_names:
         value = function.__globals__.get(used)
         is_own_function = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-        if is_own_function or isinstance(value, Tensor | nn.Module | list | dict | set | bool | int | float):
+        if is_own_function or isinstance(value, _KEPT_IN_GLOBALS):
             yield f"{function.__module__}.{used}", value
+        elif isinstance(value, type) and not _is_foreign(value):
+            named = [key for key in function.__code__.co_names if key in vars(value)]
+            held = [(key, vars(value)[key]) for key in named]
+            yield from ((f"{used}.{key}", item) for key, item in held if isinstance(item, _KEPT_IN_GLOBALS))
 
 
 def _attributes(item: object) -> Iterator[tuple[str, object]]:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import GraphError
 from gapless.graphs.device.base import GraphDevice, Pool
-from gapless.graphs.handoff import Handoff, ResultSpec, make_slot
+from gapless.graphs.handoff import Handoff, ResultSpec, SharedResults, make_slot
 from gapless.graphs.peers import Peers, check_peers
 from gapless.graphs.program import EagerStep, Program
 
@@ -61,6 +61,7 @@ class ProgramRecorder:
         self._waiting: list[Callable[[], None]] = []
         """What has been recorded and not been run, in order; a body that needs real data runs it first."""
         self._broken_at: str | None = None
+        self._shared: list[SharedResults] = []
 
     @property
     def segment_index(self) -> int:
@@ -102,15 +103,19 @@ class ProgramRecorder:
             result = (shapes or body)(*args, **kwargs)
         spec = ResultSpec.of(name, result, self._device.torch_device)
         kept = _KeptArguments(args, kwargs, keep=self._keep)
+        # A body that hands back one of its own arguments needs no slot: the forward has that tensor already.
+        is_argument = [leaf is not None and kept.has(leaf) for leaf in spec.leaves]
+        copied = [None if kept_one else leaf for leaf, kept_one in zip(spec.leaves, is_argument, strict=True)]
+        shared = SharedResults(name, copied, kept.originals)
         self._device.begin_segment(self._pool)
         self._broken_at = None
 
-        # A body that hands back one of its own arguments needs no slot: the forward has that tensor already.
-        is_argument = [leaf is not None and kept.has(leaf) for leaf in spec.leaves]
         slots = [
             leaf if leaf is None or is_kept else make_slot(leaf)
             for leaf, is_kept in zip(spec.leaves, is_argument, strict=True)
         ]
+        shared.watch(slots)
+        self._shared.append(shared)
         handoff = Handoff(
             name=name,
             structure=spec.structure,
@@ -128,6 +133,8 @@ class ProgramRecorder:
         """End the last segment. It first runs at the first replay: nothing reads its results before."""
         if self._broken_at is not None:
             raise GraphError(f"break {self._broken_at} raised and the forward went on without it")
+        for shared in self._shared:
+            shared.check()
         self._end_segment()
         self._waiting.clear()
         return self._program
@@ -166,10 +173,10 @@ class _KeptArguments:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: Callable[[Tensor], Tensor]
     ) -> None:
         self._by_id: dict[int, Tensor] = {}
-        self._originals: list[Tensor] = []  # keeps the ids valid
+        self.originals: list[Tensor] = []  # keeps the ids valid
 
         def keep_one(tensor: Tensor) -> Tensor:
-            self._originals.append(tensor)
+            self.originals.append(tensor)
             return self._by_id.setdefault(id(tensor), keep(tensor))
 
         self.args, self.kwargs = pytree.tree_map_only(Tensor, keep_one, (args, kwargs))

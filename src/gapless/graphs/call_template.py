@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.arguments import Arguments, Input
 from gapless.graphs.buffers import InputField, parse_dim
+from gapless.graphs.frozen import FrozenTensor, FrozenValue
 
 
 class Call(NamedTuple):
@@ -40,22 +40,6 @@ class _DynamicLeaf:
     fixed: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _FrozenTensor:
-    index: int
-    name: str
-    tensor: Tensor | None
-    address: int
-    layout: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _FrozenValue:
-    index: int
-    name: str
-    value: Any
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallTemplate:
     """What a call must look like: learned from the example that the graphs are captured with."""
@@ -65,8 +49,8 @@ class CallTemplate:
     leaves: tuple[Any, ...]
     """Of the example; inputs are None, so that the example's own tensors can go."""
     dynamic: tuple[_DynamicLeaf, ...]
-    frozen_tensors: tuple[_FrozenTensor, ...]
-    frozen_values: tuple[_FrozenValue, ...]
+    frozen_tensors: tuple[FrozenTensor, ...]
+    frozen_values: tuple[FrozenValue, ...]
     device: torch.device
     paths: tuple[str, ...]
     is_flat: bool
@@ -78,17 +62,16 @@ class CallTemplate:
         leaves, structure = arguments.flatten(args, kwargs)
         paths = arguments.paths(args, kwargs)
         dynamic: list[_DynamicLeaf] = []
-        tensors: list[_FrozenTensor] = []
-        values: list[_FrozenValue] = []
+        tensors: list[FrozenTensor] = []
+        values: list[FrozenValue] = []
         for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
             declared = arguments.declared(path)
             if declared is not None and isinstance(leaf, Tensor):
                 dynamic.append(_dynamic_leaf(index, path, leaf, declared))
             elif isinstance(leaf, Tensor):
-                tensors.append(_FrozenTensor(index, path, leaf, leaf.data_ptr(), _layout(leaf)))
+                tensors.append(FrozenTensor.of(index, path, leaf))
             else:
-                kept = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-                values.append(_FrozenValue(index, path, kept))
+                values.append(FrozenValue(index, path, leaf))
         _check_declarations(arguments, paths, dynamic)
         inputs = {leaf.index for leaf in dynamic}
         devices = {leaves[leaf.index].device for leaf in dynamic}
@@ -124,12 +107,10 @@ class CallTemplate:
                 raise GraphError(self._structure_message(args, kwargs))
         for frozen in self.frozen_tensors:
             leaf = leaves[frozen.index]
-            if not isinstance(leaf, Tensor) or leaf.data_ptr() != frozen.address or leaf is not frozen.tensor:
-                _check_frozen_tensor(frozen, leaf)
+            if leaf is not frozen.tensor or leaf is None or leaf.data_ptr() != frozen.address:
+                frozen.check(leaf)
         for value in self.frozen_values:
-            leaf = leaves[value.index]
-            if leaf is not value.value and not _is_equal(leaf, value.value):
-                raise GraphError(_changed(value.name, value.value, leaf))
+            value.check(leaves[value.index])
         values: dict[str, Tensor] = {}
         sizes: dict[str, int] = {}
         for declared in self.dynamic:
@@ -236,6 +217,8 @@ def _read_sizes(declared: _DynamicLeaf, tensor: Any, sizes: dict[str, int], devi
         raise GraphError(
             f"input {name!r} is {tensor.dtype} on {tensor.device}; captured were {want.dtype} on {device}"
         )
+    if tensor.layout is not torch.strided:
+        raise GraphError(f"input {name!r} is a {tensor.layout} tensor; graphs need dense ones")
     shape = tensor.shape
     if len(shape) != len(declared.shape):
         raise GraphError(
@@ -257,35 +240,3 @@ def _read_sizes(declared: _DynamicLeaf, tensor: Any, sizes: dict[str, int], devi
             raise GraphError(
                 f"input {name!r}: dimension {dim} says {symbol}={size}, another input says {sizes[symbol]}"
             )
-
-
-def _check_frozen_tensor(frozen: _FrozenTensor, leaf: Any) -> None:
-    if not isinstance(leaf, Tensor):
-        raise GraphError(_changed(frozen.name, "a tensor", leaf))
-    if leaf.data_ptr() != frozen.address or _layout(leaf) != frozen.layout:
-        raise GraphError(
-            f"argument {frozen.name!r} is another tensor than when the graphs were captured (address "
-            f"{leaf.data_ptr():#x}, was {frozen.address:#x}); update it in place with copy_(), declare it in "
-            "inputs=, or recapture()"
-        )
-
-
-def _changed(name: str, before: Any, now: Any) -> str:
-    return (
-        f"argument {name!r} was {before!r:.80} when the graphs were captured and is {now!r:.80} now. A graph "
-        "keeps the value it saw: pass it as a declared tensor input, or make a graphed callable per value"
-    )
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, float) and a != a:
-        return b != b
-    return bool(a == b)

@@ -31,7 +31,13 @@ T = TypeVar("T")
 
 
 def capture_program(
-    fn: Callable[[], T], *, device: GraphDevice, pool: Pool, strategy: Strategy, peers: Peers | None = None
+    fn: Callable[[], T],
+    *,
+    device: GraphDevice,
+    pool: Pool,
+    strategy: Strategy,
+    peers: Peers | None = None,
+    what: str = "a forward",
 ) -> tuple[Program, T]:
     """Record ``fn()`` into ``pool``; returns the program and what ``fn`` returned (static tensors of the
     pool).
@@ -40,7 +46,8 @@ def capture_program(
     until the first replay. Breakable and piecewise captures break where a break is reached: in the first
     those are calls of the model, in the second split parts of its compiled forward. Raises ``ConfigError``
     for strategy ``disabled``, ``CaptureError`` when anything fails; then nothing of the attempt is left and
-    later captures work. With ``peers`` it fails everywhere where it fails anywhere.
+    later captures work. With ``peers`` it fails everywhere where it fails anywhere. ``what``: phase and
+    size, for the error.
     """
     if strategy is Strategy.DISABLED:
         raise ConfigError("strategy disabled runs eagerly: there is nothing to capture")
@@ -62,7 +69,7 @@ def capture_program(
             # KeyboardInterrupt and the like pass through, and so does the end of a peer.
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
-            failure = _failure(error, recorder, device)
+            failure = _failure(error, recorder, device, what)
             if peers is not None and not isinstance(error, PeerCaptureError):
                 peers.first_problem(failure.cause)
             # The traceback's frames own the forward's tensors: pool memory would live as long as the error.
@@ -154,7 +161,7 @@ def _nested() -> Iterator[None]:
         _depth.value -= 1
 
 
-def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice) -> CaptureError:
+def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice, what: str) -> CaptureError:
     if isinstance(error, PeerCaptureError):
         return error
     last_op = device.last_op or "unknown"
@@ -164,7 +171,7 @@ def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice) -
     hints = "; ".join(f"({i}) {hint}" for i, hint in enumerate(_HINTS, 1))
     line = _user_line(error)
     return CaptureError(
-        f"capture failed in segment {recorder.segment_index}: {reason}\n"
+        f"capture of {what} failed in segment {recorder.segment_index}: {reason}\n"
         f"  last recorded op: {last_op}\n  source line: {line}\n  usual causes: {hints}",
         cause=f"{' '.join(reason.split())} ({line})",
     )

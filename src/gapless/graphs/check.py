@@ -197,6 +197,9 @@ class _Checker:
         if real != largest:
             logs.append(("a smaller batch", self._log(descriptor, real, self._fresh(real))))
         logs += self._target.variants(descriptor, fresh)
+        for (op, argument), line in at_capture.undeclared_writes.items():
+            detail = f"{op} writes into {argument} and does not say so in mutates_args ({line})"
+            self._report.add("undeclared writes", self._target.name, subject, detail)
         for name, log in logs:
             differences = at_capture.differences_to(log)
             for found in differences:

@@ -165,6 +165,8 @@ class Generation:
     def own(self) -> None:
         """Keep alive what the graphs read, as it is now."""
         self._snapshot = self._take_snapshot(own=True)
+        for value in self.template.frozen_values:
+            value.settle(self.findings.live_names if self.findings is not None else ())
 
     def release(self) -> None:
         """Give all memory back: graphs, pool, static inputs, outputs. Safe to call twice."""

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 class Graphed:
     """A callable with graphs. Make one with ``graphed``. Usable as a context manager that releases."""
 
-    is_opaque_to_audit: ClassVar[bool] = True
+    is_graphed: ClassVar[bool] = True
+    """An audit looks at ``fn`` in its place."""
 
     def __init__(
         self, fn: Callable[..., Any], *, inputs: Mapping[str, Input], options: GraphedOptions
@@ -99,8 +100,7 @@ class Graphed:
                     return self._run_plain(args, kwargs, Fallback.INSIDE_CAPTURE)
                 if self._state is State.NEW:
                     self._capture(args, kwargs, None)
-        if self._state is State.PAUSED:
-            raise GraphError(f"{self._name} is paused: its weights may be gone. Call resume() first")
+        self._refuse_if_paused()
         if self._state is State.RELEASED or self._generation is None:
             released = self._state is State.RELEASED
             return self._run_plain(args, kwargs, Fallback.RELEASED if released else Fallback.DISABLED)
@@ -112,7 +112,9 @@ class Graphed:
         return self._run_bucket(descriptor, self._generation.strategy.runtime_mode, call)
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The callable itself, at the real size, without gradients. Not counted."""
+        """The callable itself, at the real size, without gradients. Not counted. Raises ``GraphError`` while
+        paused."""
+        self._refuse_if_paused()
         return self._plain(args, kwargs, keeps_grad=False)
 
     def padded_eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +122,7 @@ class Graphed:
 
         Raises ``GraphError`` for a call larger than every captured size, and as ``__call__`` does.
         """
+        self._refuse_if_paused()
         generation = self.generation
         call = self._read(args, kwargs)
         descriptor = generation.find(call.sizes)
@@ -267,6 +270,10 @@ class Graphed:
     @property
     def _name(self) -> str:
         return getattr(self.fn, "__qualname__", type(self.fn).__name__)
+
+    def _refuse_if_paused(self) -> None:
+        if self._state is State.PAUSED:
+            raise GraphError(f"{self._name} is paused: its weights may be gone. Call resume() first")
 
     def _is_inside_capture(self) -> bool:
         return is_recording_here() or active_recorder() is not None or torch.compiler.is_compiling()

@@ -4,8 +4,9 @@ A captured kernel keeps its host arguments for ever: numbers, lists, dtypes, and
 offsets of the tensors it was given. ``OpLog`` writes them down while the forward runs eagerly, on any
 device, so that two runs on different batches can be compared: where they differ, a value of the batch has
 been frozen, and where even the ops differ, a branch of Python has. Bodies of eager breaks are left out,
-because they run anew at every replay. Kernels launched past the dispatcher (a Triton kernel called directly)
-are not seen. Read ``check.py`` next.
+because they run anew at every replay. A custom op that writes into an argument without having declared that
+is noted, too: compiled code would drop or reorder it. Kernels launched past the dispatcher (a Triton kernel
+called directly) are not seen. Read ``check.py`` next.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.graphs.breakable import activate
+from gapless.graphs.compare import exact_mismatch
 from gapless.graphs.device.op_rules import OpKind, op_kind
 from gapless.graphs.device.recorder import user_source_line
+from gapless.graphs.device.shapes import tensors_of
 
 _MAX_LOGGED_ELEMENTS = 64
+_TRUSTED = ("aten", "prims", "prim")
+"""Namespaces of PyTorch's own ops."""
+_MAX_COPIED_BYTES = 64 << 20
+"""Of an argument whose contents before and after an op are compared: below a mode nothing counts writes."""
 
 
 class TensorArgument(NamedTuple):
@@ -70,6 +77,8 @@ class OpLog:
     def __init__(self) -> None:
         self.ops: list[LoggedOp] = []
         self.break_names: list[str] = []
+        self.undeclared_writes: dict[tuple[str, str], str] = {}
+        """Op and argument: the source line."""
         self._mode = _LoggingMode(self)
         self._stack = ExitStack()
 
@@ -150,7 +159,41 @@ class _LoggingMode(TorchDispatchMode):
                 self._log.ops.append(_logged_constant(func, args[0]))
             elif op_kind(func) is not OpKind.VIEW:
                 self._log.ops.append(_logged(func, args, kwargs))
+                if func.namespace not in _TRUSTED:
+                    return self._run_watched(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _run_watched(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        passed = [
+            (argument, tensor)
+            for argument, value in _by_argument(op, args, kwargs)
+            for tensor in tensors_of(value)
+        ]
+        written = {_storage_of(t) for argument, t in passed if argument.alias_info is not None}
+        inputs = [
+            (argument.name, tensor, tensor.clone())
+            for argument, tensor in passed
+            if _storage_of(tensor) not in written and tensor.nbytes <= _MAX_COPIED_BYTES
+        ]
+        result = op(*args, **kwargs)
+        for name, tensor, before in inputs:
+            if exact_mismatch([tensor], [before]) is not None:
+                self._log.undeclared_writes.setdefault((str(op), name), user_source_line())
+        return result
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _by_argument(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterable[tuple[Any, Any]]:
+    for index, argument in enumerate(op._schema.arguments):
+        if index < len(args):
+            yield argument, args[index]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
 
 
 def _logged(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoggedOp:

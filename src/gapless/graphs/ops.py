@@ -67,7 +67,7 @@ def register_custom_op(
     Methods are refused.
 
     Returns the ``torch._ops.OpOverload``. Registering the same function again under the same name returns the
-    existing op; another function under a taken name raises ``ConfigError``.
+    existing op; another function under a taken name, or other options, raise ``ConfigError``.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -188,6 +188,8 @@ class _RegisteredOp:
     first_tensor: int | None
     """The first parameter that is always a tensor."""
     is_fresh: bool
+    options: tuple[Any, ...]
+    """By which a second registration is told from another one."""
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -211,9 +213,15 @@ def _register(
     if not name.isidentifier():
         raise ConfigError(f"name={name!r} of a custom op is not an identifier; pass name=...")
     existing = _by_name.get(name)
+    options = (mutates_args, out_shape, out_dtype, is_fresh)
     if existing is not None:
-        if existing.fn is fn:
+        if existing.fn is fn and existing.options == options:
             return existing.overload
+        if existing.fn is fn:
+            raise ConfigError(
+                f"custom op {NAMESPACE}::{name} is already registered with other options: (mutates_args, "
+                f"out_shape, out_dtype, is_fresh) were {existing.options} and are {options} now"
+            )
         raise ConfigError(
             f"custom op {NAMESPACE}::{name} is already registered by {where_defined(existing.fn)}; "
             f"register {where_defined(fn)} under another name=..."
@@ -249,6 +257,7 @@ def _register(
         annotations=parameter_types,
         first_tensor=parameter_types.index(Tensor) if Tensor in parameter_types else None,
         is_fresh=is_fresh,
+        options=options,
     )
     _by_name[name] = _by_overload[overload] = op
     return overload

@@ -98,7 +98,7 @@ def build_report(*, plan: dict[str, Any], store: GraphStore | None, log: StepLog
     return {
         "plan": plan,
         "graphs": [row.to_dict() for row in ledger],
-        "failures": [{"graph": str(f.key), "message": f.message} for f in failures],
+        "failures": [{"graph": f.key.text, "message": f.message} for f in failures],
         "steps": log.steps(),
         "eager": log.eager_steps(),
         "timeline": log.timeline.to_dict(),

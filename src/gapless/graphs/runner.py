@@ -126,7 +126,7 @@ class GraphRunner:
             except CaptureError as error:
                 failed.append(descriptor)
                 failure = self.store.record_failure(self._key(descriptor), error)
-                logger.warning("%s size %s stays eager: %s", self.phase, descriptor, failure.message)
+                logger.warning("%s stays eager: %s", failure.key.text, failure.message)
             if on_done is not None:
                 on_done(descriptor)
         return failed

@@ -107,6 +107,17 @@ class GraphKey(NamedTuple):
     mode: RuntimeMode
     descriptor: BatchDescriptor
 
+    @property
+    def text(self) -> str:
+        """For people: ``decode size 24, 8 requests``."""
+        _, requests, uniform, has_lora, variant = self.descriptor
+        parts = [f"{self.phase} size {self.descriptor.num_tokens}"]
+        parts += [f"{requests} requests"] if requests != 1 else []
+        parts += ["uniform"] if uniform else []
+        parts += ["with adapters"] if has_lora else []
+        parts += [f"variant {variant}"] if variant else []
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingTiming:
@@ -160,7 +171,9 @@ class LedgerRow:
             "pool_bytes": self.pool_bytes,
             "driver_bytes": self.driver_bytes,
             "replays": self.replays,
+            "tokens": self.tokens,
             "padding": self.padding,
+            "mean_padding": round(self.padding / self.replays, 3) if self.replays else 0.0,
             "padding_timing": asdict(self.padding_timing) if self.padding_timing is not None else None,
         }
 
@@ -264,7 +277,7 @@ class GraphStore:
         before = self.device.memory(self._pool)
         start = time.perf_counter()
         program, outputs = capture_program(
-            fn, device=self.device, pool=self._pool, strategy=strategy, peers=self.peers
+            fn, device=self.device, pool=self._pool, strategy=strategy, peers=self.peers, what=key.text
         )
         capture_s = time.perf_counter() - start
         after = self.device.memory(self._pool)

@@ -1,8 +1,9 @@
-"""A decoder's matrix products as operators: our kernels for a few tokens, cuBLAS for many.
+"""A decoder's matrix products as operators: our kernels for a few tokens, mostly cuBLAS for many.
 
 cuBLAS is made for large products; with a handful of tokens it takes two to three times as long as reading the
 weights does, and it cannot start early. ``small_linear`` and ``gate_up_silu`` ask ``linear_choice.py`` for
-tiles and launch ``linear_jit.py``, or call cuBLAS where that is as fast. The choice depends on the shape of
+tiles and launch ``linear_jit.py``, or call cuBLAS where that is as fast; with more tokens ``gate_up_silu``
+takes ``gated_product.py`` where timings say so. The choice depends on the shape of
 the call alone, so a graph and the padded eager run it must equal take the same kernel. ``T`` tokens, ``I``
 input features, ``O`` output features. Weights are read before the kernel ahead has ended, so they must not be
 written by it: a weight that is computed in the same graph needs another operation in between.
@@ -11,7 +12,7 @@ written by it: a weight that is computed in the same graph needs another operati
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,8 +23,18 @@ from torch import Tensor
 
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.activation import fused_silu_mul
+from gapless.kernels.gated_product import can_run_gated, is_aligned, launch_gated
 from gapless.kernels.launch import Constants, compiling_ahead, launch
-from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, choose, token_bucket
+from gapless.kernels.linear_choice import (
+    MAX_GATED_TOKENS,
+    MAX_TOKENS,
+    GatedTiles,
+    Product,
+    Tiles,
+    choose,
+    takes_gated_tiles,
+    token_bucket,
+)
 from gapless.kernels.select import launch_options
 
 
@@ -35,7 +46,7 @@ def _fake_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
 def small_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``[T, I], [O, I], [O] -> [T, O]``: ``x @ weight.T + bias``, summed in float32."""
     tiles = _choose(x_TI, weight_OI, is_gated=False)
-    if tiles is None:
+    if not isinstance(tiles, Tiles):
         return F.linear(x_TI, weight_OI, bias_O)
     return launch_product(x_TI, weight_OI, bias_O, tiles, is_gated=False)
 
@@ -51,9 +62,17 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
     Gate and up are rounded before silu, and silu before its product: as in two steps.
     """
     tiles = _choose(x_TI, weight_OI, is_gated=True)
-    if tiles is None:
+    if isinstance(tiles, Tiles):
+        return launch_product(x_TI, weight_OI, bias_O, tiles, is_gated=True)
+    # Alignment is a property of weights and of memory as it is always given out: no accident of a call.
+    if (
+        tiles is None
+        or bias_O is not None
+        or not can_run_gated(x_TI.device)
+        or not is_aligned(x_TI, weight_OI)
+    ):
         return fused_silu_mul(F.linear(x_TI, weight_OI, bias_O))
-    return launch_product(x_TI, weight_OI, bias_O, tiles, is_gated=True)
+    return gated_product(x_TI, weight_OI, tiles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +86,13 @@ class Matrices:
     def product(self, num_tokens: int) -> Product:
         """Its shape with a bucket of tokens."""
         return _product(num_tokens, self.weights[0], is_gated=self.is_gated)
+
+    def products(self) -> Iterator[Product]:
+        """Every bucket for which there may be a kernel of ours."""
+        num_tokens = 1
+        while num_tokens <= MAX_TOKENS or takes_gated_tiles(self.product(num_tokens)):
+            yield self.product(num_tokens)
+            num_tokens *= 2
 
 
 def launch_product(
@@ -82,19 +108,27 @@ def launch_product(
     return out_TO
 
 
+def gated_product(x_TI: Tensor, weight_OI: Tensor, tiles: GatedTiles) -> Tensor:
+    """``gate_up_silu`` of many tokens with given tiles; ``can_run_gated`` and ``is_aligned`` hold."""
+    out_TO = torch.empty((x_TI.shape[0], weight_OI.shape[0] // 2), dtype=x_TI.dtype, device=x_TI.device)
+    launch_gated(x_TI, weight_OI, out_TO, tiles)
+    return out_TO
+
+
 def compile_products(matrices: Iterable[Matrices]) -> None:
     """Compile every kernel that these products will ask for, side by side: one after another, at their first
     launches, they would take seconds of every start that does not find them in Triton's own store."""
     with compiling_ahead():
         for group in matrices:
-            weight_OI, num_tokens = group.weights[0], 1
-            while num_tokens <= MAX_TOKENS:
-                product = group.product(num_tokens)
+            weight_OI = group.weights[0]
+            for product in group.products():
                 tiles = choose(product, weight_OI.device)
-                if tiles is not None:
-                    x_TI = weight_OI.new_empty((num_tokens, product.num_in))
+                if isinstance(tiles, Tiles):
+                    x_TI = weight_OI.new_empty((product.num_tokens, product.num_in))
                     launch_product(x_TI, weight_OI, group.bias, tiles, is_gated=group.is_gated)
-                num_tokens *= 2
+                elif tiles is not None and group.bias is None and can_run_gated(weight_OI.device):
+                    # Compiled alike for any number of tokens.
+                    gated_product(weight_OI.new_empty((1, product.num_in)), weight_OI, tiles)
 
 
 def _arguments(
@@ -132,9 +166,9 @@ def _constants(
     return Constants(**constants, TOKENS_PAD=num_tokens, SPLIT=tiles.split, PREFETCH=tiles.prefetch)
 
 
-def _choose(x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Tiles | None:
+def _choose(x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Tiles | GatedTiles | None:
     num_tokens = x_TI.shape[0]
-    if num_tokens > MAX_TOKENS:
+    if num_tokens > (MAX_GATED_TOKENS if is_gated else MAX_TOKENS):
         return None
     return choose(_product(num_tokens, weight_OI, is_gated=is_gated), x_TI.device)
 

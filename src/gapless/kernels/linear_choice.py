@@ -1,4 +1,5 @@
-"""Which kernel multiplies: tiles of ours, or cuBLAS, for every shape of a product with few tokens.
+"""Which kernel multiplies: tiles of ours, or cuBLAS, for every shape of a product with few tokens, and of a
+gated one with many.
 
 A choice depends on the shape alone and never changes once asked for: a graph captured at start-up and the
 eager run it must equal bit for bit have to agree. It comes from timings of this very GPU if
@@ -28,7 +29,9 @@ from gapless.kernels.select import has_early_launch, next_power_of_2
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 64
-"""With more tokens the tensor cores are busy enough for cuBLAS to be the better choice everywhere."""
+"""With more tokens the tensor cores are busy enough for cuBLAS to be the better choice everywhere, but for
+what a gated product spares: the way of gate and up through memory (``gated_product_jit.py``)."""
+MAX_GATED_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +64,37 @@ class Tiles:
     num_stages: int = 3
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatedTiles:
+    """How the kernel of ``gated_product_jit.py`` cuts a product up; its arguments are explained there."""
+
+    block_t: int
+    block_o: int
+    block_i: int
+    num_stages: int
+    shared_by: int
+    skew: int
+
+    def fits(self, product: Product) -> bool:
+        """Whether the kernel can take these tiles: a tile fills the ring at least once, and rows of results
+        are multiples of 16 bytes, as those of operands are (``gated_product.is_aligned``)."""
+        return (
+            product.num_in % 8 == product.num_out % 8 == 0
+            and product.num_in > (self.num_stages - 1) * self.block_i
+        )
+
+
+def takes_gated_tiles(product: Product) -> bool:
+    """Whether a choice for ``product`` is one of ``GatedTiles``, not of ``Tiles``."""
+    return product.is_gated and MAX_TOKENS < product.num_tokens <= MAX_GATED_TOKENS
+
+
 def token_bucket(num_tokens: int) -> int:
     """Calls with up to this many tokens share a choice."""
     return next_power_of_2(max(num_tokens, 1))
 
 
-def choose(product: Product, device: torch.device) -> Tiles | None:
+def choose(product: Product, device: torch.device) -> Tiles | GatedTiles | None:
     """The tiles for ``product`` on ``device``, or None for cuBLAS."""
     made = _choices_made(device)
     if product not in made:
@@ -83,7 +111,12 @@ def built_in_choice(product: Product, device: torch.device) -> Tiles | None:
 
 @functools.cache
 def default_tiles(product: Product) -> Tiles | None:
-    """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
+    """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B.
+
+    Of gated products with many tokens there are no such figures: those take our kernel after timings alone.
+    """
+    if product.num_tokens > MAX_TOKENS:
+        return None
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
         return None  # rows that are not aligned would be read two bytes at a time
     if product.num_tokens == 1:
@@ -162,7 +195,7 @@ def _streaming_tiles(*, block_i: int = 128, num_early: int = 0, num_stages: int 
     )
 
 
-def store_choices(choices: Mapping[Product, Tiles | None], device: torch.device) -> None:
+def store_choices(choices: Mapping[Product, Tiles | GatedTiles | None], device: torch.device) -> None:
     """Keep ``choices``, here and on disk, beside those stored before. Products that have been asked for keep
     their choice in this process. A folder that cannot be written costs a warning."""
     stored = _stored_choices(device)
@@ -193,21 +226,18 @@ def forget_stored_choices() -> None:
 
 
 @functools.cache
-def _choices_made(device: torch.device) -> dict[Product, Tiles | None]:
+def _choices_made(device: torch.device) -> dict[Product, Tiles | GatedTiles | None]:
     """What this process has been told: graphs may hold it."""
     return {}
 
 
 @functools.cache
-def _stored_choices(device: torch.device) -> dict[Product, Tiles | None]:
+def _stored_choices(device: torch.device) -> dict[Product, Tiles | GatedTiles | None]:
     """Read once per process and device: a choice must not change under captured graphs."""
     path: Path | None = None
     try:
         path = store_path(device)
-        entries = json.loads(path.read_text())
-        return {
-            _product_of(entry["product"]): entry["tiles"] and _tiles_of(entry["tiles"]) for entry in entries
-        }
+        return dict(_choice_of(entry) for entry in json.loads(path.read_text()))
     except (FileNotFoundError, importlib.metadata.PackageNotFoundError):
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -221,7 +251,16 @@ def _stored_choices(device: torch.device) -> dict[Product, Tiles | None]:
         return {}
 
 
-def _to_json(value: Product | Tiles) -> dict[str, Any]:
+def _choice_of(entry: dict[str, Any]) -> tuple[Product, Tiles | GatedTiles | None]:
+    product = _product_of(entry["product"])
+    if not entry["tiles"]:
+        return product, None
+    if takes_gated_tiles(product):
+        return product, _gated_tiles_of(entry["tiles"], product)
+    return product, _tiles_of(entry["tiles"])
+
+
+def _to_json(value: Product | Tiles | GatedTiles) -> dict[str, Any]:
     fields = dataclasses.asdict(value)
     return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in fields.items()}
 
@@ -244,6 +283,17 @@ def _tiles_of(entry: dict[str, Any]) -> Tiles:
     return tiles
 
 
+def _gated_tiles_of(entry: dict[str, Any], product: Product) -> GatedTiles:
+    _check_numbers(entry, but=set())
+    tiles = GatedTiles(**entry)
+    sizes = (tiles.block_t, tiles.block_o, tiles.block_i)
+    if any(size < 64 or size & (size - 1) for size in sizes) or tiles.shared_by < 1:
+        raise ValueError(f"no kernel has such tiles: {tiles}")
+    if not 0 <= tiles.skew < tiles.num_stages or not tiles.fits(product):
+        raise ValueError(f"not as many steps as buffers: {tiles}")
+    return tiles
+
+
 def _check_numbers(entry: dict[str, Any], *, but: set[str]) -> None:
     wrong = [name for name, value in entry.items() if name not in but and not isinstance(value, int)]
     if wrong:
@@ -251,7 +301,8 @@ def _check_numbers(entry: dict[str, Any], *, but: set[str]) -> None:
 
 
 def _kernel_source() -> str:
-    return Path(__file__).with_name("linear_jit.py").read_text()
+    names = ("linear_jit.py", "gated_product_jit.py")
+    return "".join(Path(__file__).with_name(name).read_text() for name in names)
 
 
 def _device_name(device: torch.device) -> str:

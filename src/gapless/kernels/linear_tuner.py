@@ -21,8 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.linear import Matrices, launch_product
-from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles, default_tiles, store_choices
+from gapless.kernels.gated_product import can_run_gated, is_aligned
+from gapless.kernels.linear import Matrices, gated_product, launch_product
+from gapless.kernels.linear_choice import (
+    MAX_TOKENS,
+    GatedTiles,
+    Product,
+    Tiles,
+    default_tiles,
+    store_choices,
+    takes_gated_tiles,
+)
 from gapless.kernels.select import launch_errors
 
 logger = logging.getLogger(__name__)
@@ -39,20 +48,21 @@ _GAIN = 0.98
 Timer = Callable[[Callable[[], None]], float]
 
 
-def tune_products(groups: Iterable[Matrices], *, timer: Timer | None = None) -> dict[Product, Tiles | None]:
-    """Time every bucket of tokens for every group, store the choices and return them."""
-    choices: dict[Product, Tiles | None] = {}
+def tune_products(
+    groups: Iterable[Matrices], *, timer: Timer | None = None
+) -> dict[Product, Tiles | GatedTiles | None]:
+    """Time every bucket of tokens for every group, store the choices and return them. With many tokens only
+    what the kernel of gated products takes."""
+    choices: dict[Product, Tiles | GatedTiles | None] = {}
     for group in groups:
-        num_tokens = 1
-        while num_tokens <= MAX_TOKENS:
-            product = group.product(num_tokens)
-            choices[product] = best_tiles(product, _enough(group.weights), timer or time_in_graph)
-            num_tokens *= 2
+        for product in group.products():
+            if product.num_tokens <= MAX_TOKENS or _may_be_gated(group):
+                choices[product] = best_tiles(product, _enough(group.weights), timer or time_in_graph)
         store_choices(choices, group.weights[0].device)
     return choices
 
 
-def best_tiles(product: Product, weights: tuple[Tensor, ...], timer: Timer) -> Tiles | None:
+def best_tiles(product: Product, weights: tuple[Tensor, ...], timer: Timer) -> Tiles | GatedTiles | None:
     """The fastest tiles for ``product``, or None where cuBLAS is as fast."""
     x_TI = torch.randn(product.num_tokens, product.num_in, dtype=product.dtype, device=weights[0].device)
 
@@ -62,12 +72,16 @@ def best_tiles(product: Product, weights: tuple[Tensor, ...], timer: Timer) -> T
             if product.is_gated:
                 fused_silu_mul(out)
 
-    best, limit = None, timer(cublas) * _GAIN
-    for tiles in candidates(product):
+    best: Tiles | GatedTiles | None = None
+    limit = timer(cublas) * _GAIN
+    for tiles in gated_candidates(product) if takes_gated_tiles(product) else candidates(product):
 
-        def ours(tiles: Tiles = tiles) -> None:
+        def ours(tiles: Tiles | GatedTiles = tiles) -> None:
             for weight in weights:
-                launch_product(x_TI, weight, None, tiles, is_gated=product.is_gated)
+                if isinstance(tiles, Tiles):
+                    launch_product(x_TI, weight, None, tiles, is_gated=product.is_gated)
+                else:
+                    gated_product(x_TI, weight, tiles)
 
         try:
             took = timer(ours)
@@ -85,6 +99,21 @@ def candidates(product: Product) -> Iterator[Tiles]:
     for tiles in _all_candidates(product):
         if tiles not in seen:
             seen.add(tiles)
+            yield tiles
+
+
+def gated_candidates(product: Product) -> Iterator[GatedTiles]:
+    """Tiles of gated products with many tokens that are worth timing, of 128 tokens by 64 input features."""
+    for block_o, num_stages, shared_by, skew in (
+        (128, 4, 16, 0),
+        (128, 4, 16, 3),
+        (128, 4, 8, 3),
+        (64, 6, 16, 4),
+    ):
+        tiles = GatedTiles(
+            block_t=128, block_o=block_o, block_i=64, num_stages=num_stages, shared_by=shared_by, skew=skew
+        )
+        if tiles.fits(product):
             yield tiles
 
 
@@ -147,6 +176,12 @@ def _all_candidates(product: Product) -> Iterator[Tiles]:
                 num_warps=4,
                 num_stages=num_stages,
             )
+
+
+def _may_be_gated(group: Matrices) -> bool:
+    return (
+        group.bias is None and can_run_gated(group.weights[0].device) and is_aligned(*group.weights[:1] * 2)
+    )
 
 
 def _enough(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -33,6 +33,8 @@ class ModelInfo:
     """Positions of a token: 1, or 3 (temporal, vertical, horizontal) for m-rope."""
     num_deepstack: int = 0
     """Decoder layers behind which features of media are added."""
+    is_pooling: bool = False
+    """It makes embeddings only: there is no head to draw text with."""
     is_multimodal: bool = False
     image_token_id: int | None = None
     """Its placeholder in a prompt, one for each row of an encoder's output; likewise for videos."""

@@ -55,6 +55,8 @@ class DecoderConfig:
     video_token_id: int | None = None
     experts: ExpertConfig | None = None
     """None: every layer is dense."""
+    is_pooling: bool = False
+    """The checkpoint is a base model: it ends in hidden states, and text cannot be drawn from them."""
     dtype_name: str | None = None
     """What the config says the weights are stored in, for example ``bfloat16``."""
 
@@ -69,6 +71,11 @@ class _Family:
     fixed_qkv_bias: bool | None = None
     """The q/k/v bias where the family fixes it; None: ``attention_bias`` decides for q, k, v and o."""
     qk_norm: bool = False
+
+    @property
+    def base_architecture(self) -> str:
+        """The same layers without a head, as Transformers names them."""
+        return self.architecture.replace("ForCausalLM", "Model")
 
 
 _WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
@@ -230,6 +237,7 @@ def parse_config(raw: RawConfig, *, source: str) -> DecoderConfig:
     windows = _windows(reader, model_type, num_layers)
     _refuse_unknown_keys(raw, family, source)
     attention_bias = reader.flag("attention_bias")
+    is_pooling = family.architecture not in (raw.get("architectures") or [family.architecture])
     return DecoderConfig(
         architecture=family.architecture,
         model_type=model_type,
@@ -247,10 +255,11 @@ def parse_config(raw: RawConfig, *, source: str) -> DecoderConfig:
         o_bias=attention_bias,
         mlp_bias=reader.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        tie_word_embeddings=reader.flag("tie_word_embeddings"),
+        tie_word_embeddings=is_pooling or reader.flag("tie_word_embeddings"),
         max_model_len=max(max_positions, rope.trained_positions),
         eos_token_ids=token_ids(raw.get("eos_token_id"), source=source),
         experts=parse_experts(reader, model_type, num_layers=num_layers),
+        is_pooling=is_pooling,
         dtype_name=_dtype_name(raw),
     )
 
@@ -349,7 +358,8 @@ def _family(raw: RawConfig, model_type: str, source: str) -> _Family:
     architectures = raw.get("architectures") or []
     named = architectures[0] if architectures else f"model_type={model_type!r}"
     family = _FAMILIES.get(model_type)
-    if family is None or (architectures and family.architecture not in architectures):
+    known = () if family is None else (family.architecture, family.base_architecture)
+    if family is None or (architectures and not set(known) & set(architectures)):
         raise ModelError(
             f"{source}: architecture {named} is not implemented; implemented are "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"

@@ -82,6 +82,7 @@ class Decoder(nn.Module):
             num_experts=0 if config.experts is None else config.experts.num_experts,
             rope_axes=1 if config.rope.axis_sections is None else 3,
             num_deepstack=config.num_deepstack,
+            is_pooling=config.is_pooling,
             is_multimodal=config.image_token_id is not None,
             image_token_id=config.image_token_id,
             video_token_id=config.video_token_id,

@@ -210,6 +210,7 @@ def _open_folder(folder: Path, *, load_format: str, seed: int) -> _Source:
     if generation.is_file():
         ids = token_ids(read_json(generation).get("eos_token_id"), source=str(generation))
         config = replace(config, eos_token_ids=ids or config.eos_token_ids)
+    _check_pooling(folder / "1_Pooling" / "config.json")
     return _Source(
         config=config,
         raw=raw,
@@ -222,6 +223,18 @@ def _open_folder(folder: Path, *, load_format: str, seed: int) -> _Source:
         processor=lambda tokenizer: processor_of(raw, folder, tokenizer),
         description=_describe(config, folder, load_format),
     )
+
+
+def _check_pooling(file: Path) -> None:
+    """What Sentence Transformers writes beside a model for embeddings. Raises ``ModelError``."""
+    if not file.is_file():
+        return
+    chosen = sorted(key for key, value in read_json(file).items() if "pooling_mode_" in key and value is True)
+    if chosen != ["pooling_mode_lasttoken"]:
+        raise ModelError(
+            f"{file}: {', '.join(chosen) or 'no mode'} is not implemented, only pooling_mode_lasttoken; "
+            "without this file the last token's hidden state is taken"
+        )
 
 
 def _open_gguf(path: Path, *, load_format: str, seed: int) -> _Source:

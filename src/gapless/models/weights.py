@@ -35,6 +35,8 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _TABLES = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 """Old checkpoints carry frequency tables, which follow from the config."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_BASE_NAME = re.compile(r"(embed_tokens|layers|norm)\.")
+"""Tensors of a base model that was stored by itself, which is how most models for embeddings are."""
 _NESTED = {"model.language_model.": "model.", "model.visual.": "visual."}
 """Where vision-language checkpoints put the two models, and where older ones had them."""
 
@@ -49,7 +51,7 @@ def load_safetensors(
     """Fill ``model``, and the vision ``tower`` beside it, from ``folder``. Raises ``ModelError``; what they
     hold is undefined after an error."""
     files = _shard_files(folder)
-    plain_name = _plain_name if tower is not None else str
+    plain_name = _plain_name if tower is not None else _full_name
     missing = {
         **model.weight_targets([plain_name(name) for name in _all_names(files)]),
         **(tower or {}),
@@ -82,11 +84,18 @@ def load_safetensors(
         finished += path.stat().st_size
     if missing:
         names_text = ", ".join(list(missing)[:3]) + (" …" if len(missing) > 3 else "")
+        if set(missing) == {_HEAD}:
+            base = model.info.architecture.replace("ForCausalLM", "Model")
+            names_text += f"; a model for embeddings alone must name the architecture {base} in its config"
         raise ModelError(f"{folder}: {len(missing)} tensors are missing from the shards: {names_text}")
     if repeated_head is not None:
         _check_tied(repeated_head[1], embedding.tensor, source=str(repeated_head[0]))
     if progress is not None:
         progress("weights", total, total)
+
+
+def _full_name(name: str) -> str:
+    return f"model.{name}" if _BASE_NAME.match(name) else name
 
 
 def _plain_name(name: str) -> str:

@@ -94,7 +94,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(str(error), param=_param_of(str(error)))
+        return ApiError(str(error), param=_param_of(str(error)), code="invalid_value")
     if isinstance(error, EngineBusyError):
         return ApiError(
             str(error),
@@ -159,6 +159,7 @@ def of_validation(error: ValidationError) -> ApiError:
         return ApiError(f"field {param!r} is required", param=param, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
     if kind == "value_error":
+        param = param or getattr(first["ctx"]["error"], "field", None)
         names_it = param is None or message.startswith(param)
         return ApiError(message if names_it else f"{param}: {message}", param=param, code="invalid_value")
     shown = _shorten(given)

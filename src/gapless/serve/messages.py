@@ -238,7 +238,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     eos_token_ids: list[int]
     device: str
-    is_pooling: bool
     takes_media: bool = False
     """Whether images and videos may stand in prompts."""
     config: dict[str, Any]

@@ -102,7 +102,8 @@ def _fields(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         name = _server_field(key.lstrip("-").replace("-", "_"))
         assert name is not None, f"{key} is no option of the server"
         plain = _plain(name, value)
-        if result.setdefault(name, plain) != plain:
+        given = result.setdefault(name, plain)
+        if given is not plain and given != plain:  # a NaN is not equal to itself
             raise ConfigError(f"{name} is given twice in the {source}, with different values; give only one")
     return result
 

@@ -21,6 +21,7 @@ from gapless.errors import ConfigError, RequestError
 from gapless.serve.admission import Admission
 from gapless.serve.channel import Addresses, ClientChannel
 from gapless.serve.client import EngineDeadError, EngineDrainingError, ReplicaView
+from gapless.serve.delivery import Delivery
 from gapless.serve.engine_process import EngineOpener, launch
 from gapless.serve.messages import (
     AbortRequest,
@@ -87,6 +88,8 @@ class ProcessClient:
         self._info: EngineInfo | None = None
         self._admission: Admission | None = None
         self._streams: dict[str, AnswerStream] = {}
+        self._delivery = Delivery(self._deliver)
+        self._reads_on = False
         self._embeddings: dict[str, asyncio.Future[list[float]]] = {}
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._query_ids = itertools.count()
@@ -94,6 +97,8 @@ class ProcessClient:
         self._last_life_s = time.monotonic()
         self._is_draining = False
         self._is_closing = False
+        self._is_told_to_end = False
+        """Its death is no failure then: callers are told of the end of the server (503), not of a fault."""
         self._death: EngineDeadError | None = None
         self._failed: Failed | None = None
         self._started = asyncio.Event()  # ready, or dead
@@ -136,6 +141,7 @@ class ProcessClient:
             return 0
         self._is_draining = self._is_closing = True
         if process.is_alive() and self.is_alive:
+            self._is_told_to_end = True
             self._send(Shutdown(drain_s=drain_s))
             await self._join(drain_s + _EXIT_MARGIN_S)
         elif self._failed is not None:
@@ -258,7 +264,7 @@ class ProcessClient:
             self._queries.pop(query.query_id, None)
 
     def _admit(self, request_id: str, num_choices: int, num_bytes: int = 0) -> None:
-        if self._is_draining and self._death is None:
+        if self._is_draining and (self._death is None or self._is_told_to_end):
             raise EngineDrainingError("the server is shutting down and takes no new requests")
         self._require_alive()
         if request_id in self._streams or request_id in self._embeddings:
@@ -293,23 +299,32 @@ class ProcessClient:
 
     def _read(self) -> None:
         """The wire has something; called by the event loop."""
+        if not self._reads_on:  # else it is coming anyway
+            self._read_some()
+
+    def _read_some(self) -> None:
+        """What one turn of the event loop is given, and the next turn if that was not all."""
+        is_rest = True
         for _ in range(_MESSAGES_PER_TURN):
             message = None if self._channel is None else self._channel.receive()
             if message is None:
-                return
+                is_rest = False
+                break
             self._handle(message)
-        asyncio.get_running_loop().call_soon(self._read)
+        self._reads_on = self._delivery.hand_out() or is_rest
+        if self._reads_on:
+            asyncio.get_running_loop().call_soon(self._read_some)
 
     def _read_all(self) -> None:
         while self._channel is not None and (message := self._channel.receive()) is not None:
             self._handle(message)
+        self._delivery.hand_out(None)
 
     def _handle(self, message: FromEngine) -> None:
         self._last_life_s = time.monotonic()
         match message:
             case StepOutput():
-                for delta in message.deltas:
-                    self._deliver(delta)
+                self._delivery.add(message.deltas)
             case Heartbeat():
                 self._stats = message.stats
             case Refused():
@@ -375,17 +390,24 @@ class ProcessClient:
     def _die(self, message: str) -> None:
         if self._death is not None:
             return
+        self._delivery.hand_out(None)
         self._death = EngineDeadError(message)
         for request_id in list(self._streams):
             stream = self._forget(request_id)
             assert stream is not None
-            stream.fail(EngineDeadError(message))
+            stream.fail(self._fault(message))
         for embedding in self._embeddings.values():
-            _set_exception(embedding, EngineDeadError(message))
+            _set_exception(embedding, self._fault(message))
         for query in self._queries.values():
-            _set_exception(query, EngineDeadError(message))
+            _set_exception(query, self._fault(message))
         self._started.set()
         self._died.set()
+
+    def _fault(self, message: str) -> Exception:
+        """What waits for an answer that will not come is told."""
+        if self._is_told_to_end:
+            return EngineDrainingError("the server is shutting down and has ended this request")
+        return EngineDeadError(message)
 
     async def _join(self, limit_s: float) -> None:
         process = self._process

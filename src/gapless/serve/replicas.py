@@ -81,6 +81,8 @@ class ReplicaSet:
         self._clock = SharedClock()
         self._inside: dict[str, _Inside] = {}
         self._is_draining = self._is_closing = False
+        self._is_told_to_end = False
+        """That all are dead is no failure then (as in ``process_client.py``)."""
         self._died = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -127,6 +129,7 @@ class ReplicaSet:
     async def close(self, *, drain_s: float = 0.0) -> int:
         """0 when every process that was alive has ended as told, else one of the other exit codes."""
         self._is_draining = self._is_closing = True
+        self._is_told_to_end = self._is_told_to_end or not self._died.is_set()
         alive = [replica for replica in self._replicas if replica.is_ready]
         codes = await asyncio.gather(*(replica.close(drain_s=drain_s) for replica in self._replicas))
         self._died.set()
@@ -265,10 +268,10 @@ class ReplicaSet:
             self._leave(request.request_id, inside)
 
     def _enter(self, request_id: str, inside: _Inside) -> _Inside:
+        if self._is_draining and (self._is_told_to_end or not self._died.is_set()):
+            raise EngineDrainingError("the server is shutting down and takes no new requests")
         if self._died.is_set():
             raise self._death()
-        if self._is_draining:
-            raise EngineDrainingError("the server is shutting down and takes no new requests")
         if not any(replica.is_ready for replica in self._replicas):
             raise self._none_ready()
         if request_id in self._inside:

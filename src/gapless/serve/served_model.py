@@ -31,6 +31,7 @@ def open_served_model(config: EngineConfig, progress: ReportProgress) -> ServedE
         eos_token_ids=loaded.info.eos_token_ids,
         seed=opened.config.seed,
         enable_prefix_caching=opened.config.enable_prefix_caching,
+        makes_text=not loaded.info.is_pooling,
     )
     return ServedEngine(core=core, info=_info(opened, startup_s=time.perf_counter() - start))
 
@@ -46,7 +47,6 @@ def _info(opened: OpenedEngine, *, startup_s: float) -> EngineInfo:
         num_blocks=runner.num_blocks,
         eos_token_ids=list(loaded.info.eos_token_ids),
         device=runner.report()["startup"]["device"],
-        is_pooling=False,
         takes_media=runner.media is not None,
         config=dataclasses.asdict(config),
         plan=runner.plan.to_dict(),

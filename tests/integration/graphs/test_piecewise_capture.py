@@ -416,6 +416,20 @@ def test_a_mode_of_the_caller_on_top_of_the_recording_is_refused(device):
             rig.graphs(rig.ids[4])
 
 
+def test_a_first_replay_under_a_mode_of_the_caller_checks_addresses_all_the_same(device):
+    """PyTorch skips compiled code under a dispatch mode, in that call and in all later ones."""
+    rig = Rig(device, sizes=(4, 2)).capture()
+    with device.eager_arena():
+        for n in (4, 2):
+            got, expected = rig.replay(n, n)
+            assert torch.equal(got, expected)
+        with step(NONE, 4), pytest.raises(GraphError, match="under a dispatch mode that the caller entered"):
+            rig.graphs(rig.ids[4])
+    with step(NONE, 4):
+        rig.graphs(rig.ids[4])
+    assert rig.forward.stats.num_traces == 1
+
+
 def test_install_swaps_the_forward_of_a_module_once(device):
     model = Stack()
     config = PiecewiseConfig(split_ops=(ATTEND,))

@@ -126,6 +126,20 @@ def test_a_new_dtype_is_traced_again_counted_and_logged(device, caplog):
     assert forward.stats.to_dict()["recompilations"] == 1
 
 
+def test_another_trace_that_fails_ends_in_one_message_too(device, monkeypatch):
+    forward = compiled(lambda x: attended(x) + 1, device, torch.randn(4, 2))
+
+    def fail(*args):
+        raise RuntimeError("the second time")
+
+    monkeypatch.setattr(backend_module, "split_graph", fail)
+    with torch.no_grad(), step(NONE, 4):
+        with pytest.raises(CompileError, match=r"RuntimeError: the second time\n.*op: [\s\S]* experimental"):
+            forward(torch.randn(4, 2).double())
+        x = torch.randn(4, 2)
+        assert torch.equal(forward(x), attended(x) + 1)
+
+
 def test_many_forwards_of_one_class_do_not_use_up_each_others_traces(device):
     for seed in range(12):
         model = Stack(num_layers=1, seed=seed)

@@ -284,6 +284,22 @@ def test_what_outlives_the_drain_is_aborted_and_the_exit_is_clean():
     run(scenario)
 
 
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_who_comes_after_the_end_is_told_whether_it_was_a_failure(dies_first):
+    async def scenario():
+        client = ProcessClient(OpenFake())
+        await client.start()
+        if dies_first:
+            os.kill(client.pid, signal.SIGKILL)
+            await client.wait_dead()
+        client.begin_drain()
+        await client.close()
+        with pytest.raises(EngineDeadError if dies_first else EngineDrainingError):
+            await collect(client, request("late", [1], 4))
+
+    run(scenario)
+
+
 def test_a_stopped_engine_is_unhealthy_and_then_killed():
     async def scenario():
         client = ProcessClient(OpenFake(), stalled_after_s=1.5, hung_after_s=3.0)

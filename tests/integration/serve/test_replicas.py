@@ -190,6 +190,8 @@ def test_limits_count_for_all_replicas_together_and_a_drain_lets_what_runs_finis
                 assert await task == expected_answer([number + 1], 20)
             assert await client.close() == 0
             assert "shut down" in str(await client.wait_dead())
+            with pytest.raises(EngineDrainingError):  # the end was no failure
+                await tokens_of(client, request("last", [1], 1))
 
     run(scenario)
 

@@ -14,14 +14,8 @@ from itertools import pairwise
 import pytest
 
 from gapless.bench.http_stream import Endpoint, HttpClient, HttpFailure
-from gapless.bench.serve_load import (
-    LoadOptions,
-    Outcome,
-    arrival_times,
-    check_answers,
-    measure_serving,
-    summary,
-)
+from gapless.bench.serve_figures import Outcome, check_answers, parse_goodput, summary
+from gapless.bench.serve_load import LoadOptions, arrival_times, measure_serving
 from gapless.bench.workload import Lengths
 from gapless.errors import ConfigError
 
@@ -30,7 +24,8 @@ FIELDS_OF_VLLM = {
     *("output_throughput", "total_token_throughput", "mean_ttft_ms", "median_ttft_ms", "std_ttft_ms"),
     *("p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "std_tpot_ms", "p99_tpot_ms", "mean_itl_ms"),
     *("median_itl_ms", "std_itl_ms", "p99_itl_ms", "model_id", "num_prompts", "request_rate", "burstiness"),
-    "max_concurrency",
+    *("max_concurrency", "request_goodput", "max_output_tokens_per_s", "max_concurrent_requests"),
+    "endpoint_type",
 }
 
 
@@ -310,6 +305,33 @@ def test_figures_by_hand():
     assert found["mean_tpot_ms"] == 200.0, "one token has no time per output token"
     assert found["median_itl_ms"] == 200.0
     assert found["mean_e2el_ms"] == 400.0
+
+
+def test_peaks_are_of_whole_seconds_from_the_first_request():
+    one = Outcome(prompt_index=0, prompt_len=1, start_s=7.0, ttft_s=0.5, latency_s=1.7, itl_s=[0.2, 0.6, 0.4])
+    two = Outcome(prompt_index=1, prompt_len=1, start_s=8.6, ttft_s=0.1, latency_s=2.0, itl_s=[0.2, 1.7])
+    bad = Outcome(prompt_index=2, prompt_len=1, start_s=1.0, ttft_s=0.1, latency_s=9.0, error="gone")
+    found = summary([one, two, bad], 4.0)
+    assert found["max_output_tokens_per_s"] == 4.0, "at 1.3, 1.7, 1.7 and 1.9 s"
+    assert found["max_concurrent_requests"] == 2
+
+
+def test_goodput_counts_requests_that_keep_every_limit():
+    quick = Outcome(prompt_index=0, prompt_len=1, ttft_s=0.1, latency_s=0.3, output_len=3)
+    slow = Outcome(prompt_index=1, prompt_len=1, ttft_s=0.1, latency_s=2.1, output_len=3)
+    late = Outcome(prompt_index=2, prompt_len=1, ttft_s=0.9, latency_s=0.9, output_len=1)
+    all_of_them = [quick, slow, late]
+    assert summary(all_of_them, 2.0)["request_goodput"] is None
+    assert summary(all_of_them, 2.0, parse_goodput(["ttft:100"]))["request_goodput"] == 1.0
+    assert summary(all_of_them, 2.0, parse_goodput(["tpot:100"]))["request_goodput"] == 1.0
+    assert summary(all_of_them, 2.0, parse_goodput(["ttft:500", "tpot:100.0"]))["request_goodput"] == 0.5
+    assert summary(all_of_them, 2.0, parse_goodput(["e2el:900"]))["request_goodput"] == 1.0
+
+
+@pytest.mark.parametrize("limit", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "itl:5", ":5", "ttft=5", ""])
+def test_limits_that_make_no_sense_are_refused(limit):
+    with pytest.raises(ConfigError, match="--goodput="):
+        parse_goodput([limit])
 
 
 def test_a_run_without_a_good_answer_has_no_times():

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from gapless.cli.arguments import normalise_args
 from gapless.cli.main import main
-from gapless.cli.options import normalise_args
 
 FLAGS = ("--prompt", "--max-tokens", "--cuda-graph-bs-prefill", "--cuda-graph-bs-decode")
 
@@ -124,6 +124,42 @@ def test_bad_logging_level_is_an_error(capsys, monkeypatch, level):
     monkeypatch.setenv("GAPLESS_LOGGING_LEVEL", level)
     assert main(["inspect"]) == 2
     assert "GAPLESS_LOGGING_LEVEL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ["--gpu-memory-utilization", "0.5", "--mem_fraction_static", "0.6"],
+            "--gpu-memory-utilization=0.5 contradicts --mem-fraction-static=0.6",
+        ),
+        (["--model-path", "smollm2", "--model", "x"], "--model-path=smollm2 contradicts --model=x"),
+        (
+            ["--enable-prefix-caching", "--no-enable-prefix-caching"],
+            "--enable-prefix-caching contradicts --no-enable-prefix-caching",
+        ),
+    ],
+)
+def test_one_option_with_two_values_under_two_names_is_refused(args, words, capsys):
+    assert main(["serve", *args]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--tp", "2", "--tensor-parallel-size=2"],
+        ["--api-key", "a", "--api-key", "b"],
+        ["--max-model-len", "5", "--max-model-len=6"],
+        ["--chat-template", "--no-enable-prefix-caching", "--enable-prefix-caching"],
+    ],
+    ids=str,
+)
+def test_what_is_said_twice_or_overridden_or_a_value_is_taken(args, capsys):
+    assert main(["serve", "--model", "smollm2", *args, "--port", "70000"]) == 2
+    assert "contradicts" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

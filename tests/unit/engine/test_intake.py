@@ -215,3 +215,11 @@ def test_a_prompt_with_media_that_does_not_fit_together_is_refused(prompt, messa
 def test_a_model_of_text_refuses_media():
     with pytest.raises(RequestError, match="takes text only"):
         make_intake(vocab_size=300).make_request("r", GOOD, IDS_ONLY)
+
+
+def test_a_model_without_a_head_makes_vectors_and_no_text():
+    intake = make_intake(makes_text=False)
+    with pytest.raises(RequestError, match="embeddings only"):
+        intake.make_request("r", [1], IDS_ONLY)
+    pooled = SamplingParams(max_tokens=1, pooling="last", detokenize=False)
+    assert intake.make_request("r", [1], pooled).prompt_token_ids == (1,)

@@ -22,6 +22,7 @@ from gapless.graphs.compare import bound_of, bounded_mismatch, exact_mismatch, t
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.graphed import Graphed, Input, graphed
 from gapless.graphs.modes import Phase, Strategy
+from gapless.graphs.ops import register_custom_op
 from gapless.graphs.real_sizes import num_real
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
@@ -175,6 +176,29 @@ def test_host_values_inside_ops_are_listed_with_their_line() -> None:
     assert values["aten.clamp.default", "max"].value == "2.5"
     assert values["aten._softmax.default", "dim"].value == "-1"
     assert "test_check.py" in values["aten.clamp.default", "max"].line
+
+
+@register_custom_op
+def check_test_hidden_write(x: Tensor) -> None:
+    x.add_(1)
+
+
+@register_custom_op(mutates_args=["out"])
+def check_test_open_write(x: Tensor, out: Tensor) -> None:
+    out.mul_(2)
+
+
+def test_custom_ops_that_write_what_they_did_not_declare_are_found() -> None:
+    def fn(x: Tensor) -> Tensor:
+        h = x * 2
+        check_test_hidden_write(h)
+        check_test_open_write(h[:, :1], h)
+        return h
+
+    report = capture(fn).verify()
+    assert failed_checks(report) == {"undeclared writes"}
+    assert "gapless.check_test_hidden_write.default writes into x" in report.failures[0].detail
+    assert "test_check.py" in report.failures[0].detail
 
 
 def test_plain_values_that_the_callable_reaches_are_listed() -> None:

@@ -295,6 +295,24 @@ def emulated_test_advance(state: Tensor, step: float) -> Tensor:
     return state * 10
 
 
+SEEN: list[float] = []
+
+
+@register_custom_op
+def emulated_test_observe(value: Tensor) -> None:
+    SEEN.append(float(value.sum()))
+
+
+def test_an_op_that_returns_and_declares_nothing_runs_at_every_replay(device):
+    x = torch.ones(3)
+    segment, _ = record(device, lambda: emulated_test_observe(x * 2))
+    assert SEEN == []
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        segment.replay()
+    assert SEEN == [6.0, 30.0]
+
+
 def test_custom_op_is_one_opaque_node_run_at_replay(device):
     x = torch.randn(3)
     segment, out = record(device, lambda: emulated_test_double(x) + 1)

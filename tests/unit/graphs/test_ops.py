@@ -514,6 +514,16 @@ def test_registering_the_same_function_again_returns_the_existing_op() -> None:
     assert register_custom_op(name=name)(once) is first
 
 
+def test_the_same_function_with_other_options_is_refused() -> None:
+    def once(x: Tensor) -> Tensor:
+        return x + 1
+
+    name = fresh()
+    register_custom_op(once, name=name, out_shape=0)
+    with pytest.raises(ConfigError, match=r"with other options: .*\(\), 0, None.* are \(\('x',\), 0, None"):
+        register_custom_op(once, name=name, out_shape=0, mutates_args=["x"])
+
+
 def test_another_function_under_a_taken_name_is_refused() -> None:
     name = fresh()
 

@@ -167,6 +167,7 @@ def test_a_size_that_cannot_be_captured_stays_out_and_the_rest_works(
     assert capture_all(store, runner) == [key(8)]
     (failure,) = store.failures
     assert failure.key == GraphKey(Phase.PREFILL, RuntimeMode.FULL, key(8))
+    assert failure.message.startswith("capture of prefill size 8, 8 requests failed in segment 0: Tensor.it")
     assert "test_runner.py" in failure.message, "the message names the line that read from the host"
     for size in (4, 16):
         eager = run(runner, size, size, RuntimeMode.NONE)
@@ -204,6 +205,9 @@ def test_ledger_counts_replays_and_padding(device: EmulatedDevice, store: GraphS
     run(runner, 8, 8, RuntimeMode.NONE)
     row = next(row for row in store.ledger if row.key.descriptor == key(8))
     assert (row.replays, row.tokens, row.padding) == (3, 19, 5)
+    shown = row.to_dict()
+    assert (shown["tokens"], shown["padding"], shown["mean_padding"]) == (19, 5, 1.667)
+    assert {graph.to_dict()["mean_padding"] for graph in store.ledger if graph is not row} == {0.0}
     assert row.num_nodes > 0
     assert row.num_segments == 1
 
@@ -314,7 +318,7 @@ def test_report_schema(device: EmulatedDevice, store: GraphStore) -> None:
     assert report["eager"] == [{"phase": "decode", "reason": "capture_failed", "count": 1}]
     assert [g["num_tokens"] for g in report["graphs"]] == [16, 4]
     assert [g["memsets"] for g in report["graphs"]] == [0, 0]
-    assert len(report["failures"]) == 1
+    assert [f["graph"] for f in report["failures"]] == ["prefill size 8, 8 requests"]
     log.clear()
     assert build_report(plan={}, store=store, log=log)["steps"] == []
 

@@ -317,6 +317,17 @@ def test_unknown_architectures_are_refused_with_the_known_ones(changes: dict) ->
         parse_config({**BASE, **changes}, source="test")
 
 
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_a_base_model_makes_embeddings_only_and_has_no_head_of_its_own(model_type: str) -> None:
+    architecture = ARCHITECTURES[model_type]
+    base = _config(model_type, architectures=[architecture.replace("ForCausalLM", "Model")])
+    config = parse_config({**base, "tie_word_embeddings": False}, source="test")
+    assert (config.is_pooling, config.tie_word_embeddings) == (True, True)
+    assert config.architecture == architecture
+    for named in ([architecture], None):
+        assert not parse_config({**base, "architectures": named}, source="test").is_pooling
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -38,6 +38,26 @@ def test_folder_is_loaded_in_every_format(load_format: str, folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("modes", "is_taken"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, True),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, False),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, False),
+        ({}, False),
+    ],
+)
+def test_another_pooling_than_ours_is_refused(modes: dict, is_taken: bool, folder: Path) -> None:
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 32, "include_prompt": True, **modes}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if is_taken:
+        load_model(str(folder), device=CPU)
+        return
+    with pytest.raises(ModelError, match="only pooling_mode_lasttoken; without this file"):
+        load_model(str(folder), device=CPU)
+
+
+@pytest.mark.parametrize(
     ("name", "stored", "device", "expected"),
     [
         ("auto", "bfloat16", CPU, torch.float32),

@@ -102,6 +102,27 @@ def test_tied_checkpoint_with_another_head_is_refused(order: str, tmp_path: Path
         load_safetensors(empty_model(TIED), tmp_path)
 
 
+def _stored_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As Transformers writes a base model: without the prefix, and without a head."""
+    return {name.removeprefix("model."): t for name, t in tensors.items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize("raw", [{**TINY, "architectures": ["Qwen3Model"]}, TIED], ids=["base", "tied"])
+def test_a_base_model_is_read_under_its_own_names(raw: dict, tmp_path: Path) -> None:
+    tensors = random_tensors(raw)
+    write_shards(tmp_path, _stored_alone(tensors))
+    model = empty_model(raw)
+    load_safetensors(model, tmp_path)
+    for name, target in model.weight_targets().items():
+        assert torch.equal(target.tensor, tensors[name].expand_as(target.tensor)), name
+
+
+def test_a_model_without_its_head_is_told_what_it_may_be(tmp_path: Path) -> None:
+    write_shards(tmp_path, _stored_alone(random_tensors()))
+    with pytest.raises(ModelError, match=r"lm_head.weight; .* must name the architecture Qwen3Model in"):
+        load_safetensors(empty_model(), tmp_path)
+
+
 def test_frequency_tables_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     tensors = random_tensors()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)

@@ -169,7 +169,6 @@ def make_info(core: EngineCore) -> EngineInfo:
         num_blocks=runner.num_blocks,
         eos_token_ids=[VOCAB_SIZE - 1],
         device="none",
-        is_pooling=False,
         config={},
         plan={},
         startup_s=0.0,

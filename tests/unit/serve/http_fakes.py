@@ -147,7 +147,6 @@ class FakeClient:
             "num_blocks": 64,
             "eos_token_ids": [0],
             "device": "cpu",
-            "is_pooling": False,
             "config": {"dtype": "float32"},
             "plan": {"prefill": "piecewise"},
             "startup_s": 1.5,

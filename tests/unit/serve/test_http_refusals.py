@@ -64,7 +64,7 @@ def test_unsupported_fields_are_taken_at_their_default(path, name, value):
 )
 @pytest.mark.parametrize("value", ["other", 7, ["x"]])
 def test_unsupported_fields_are_refused_by_name(path, name, value):
-    assert name in refused(post(make_app(), path, {**BODIES[path], name: value}))
+    assert name in refused(post(make_app(), path, {**BODIES[path], name: value}), param=name)
 
 
 @pytest.mark.parametrize("name", sorted(REQUESTS[CHAT].model_fields))
@@ -238,7 +238,18 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ids=lambda value: str(value)[:50],
 )
 def test_contradictions_in_a_chat_are_refused(fields, part):
-    assert part in refused(post(make_app(), CHAT, chat_body(**fields)))
+    response = post(make_app(), CHAT, chat_body(**fields))
+    assert part in refused(response)
+    param = response.json()["error"]["param"]
+    if "response_format" not in fields:  # beside it nothing is more at fault than the other
+        assert param is not None
+        assert param.split("[")[0].split(".")[0] in fields
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_options_of_a_stream_without_a_stream_are_named(path):
+    body = {**BODIES[path], "stream_options": {"include_usage": True}}
+    refused(post(make_app(), path, body), param="stream_options")
 
 
 @pytest.mark.parametrize(

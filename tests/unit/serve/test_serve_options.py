@@ -209,6 +209,7 @@ def test_keys_from_the_environment_are_separated_by_commas():
             "cudagraph_mode",
         ),
         (["--model", "smollm2", "--kv-cache-tokens", "64", "--max-total-tokens", "32"], "contradicts"),
+        (["--model", "smollm2", "--drain-seconds", "nan"], "--drain-seconds=nan: must be"),
         (["--model", "smollm2", "--ssl-keyfile", "key.pem"], "go together"),
         (["--model", "smollm2", "--max-image-bytes", "5"], "--max-image-bytes is about images"),
         (["--model", "smollm2", "--limit-mm-per-prompt", "image=1"], "takes text only; leave it out"),

@@ -38,7 +38,7 @@ class OpKind(enum.Enum):
 def op_kind(op: torch._ops.OpOverload) -> OpKind:
     if op in _ALLOCATIONS:
         return OpKind.ALLOCATION
-    if torch.Tag.data_dependent_output in op.tags:
+    if torch.Tag.data_dependent_output in op.tags or op in _READS_FOR_ERRORS:
         return OpKind.HOST_READ
     if (
         torch.Tag.dynamic_output_shape in op.tags
@@ -90,6 +90,9 @@ _ALLOCATIONS = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
+
+_READS_FOR_ERRORS = {_aten._linalg_check_errors.default}
+"""What raises for a matrix that is singular has to look at it; the ``_ex`` functions do not."""
 
 _MASK_POSITIONS = {
     _aten.index.Tensor: 1,

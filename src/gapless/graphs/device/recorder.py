@@ -77,7 +77,7 @@ class Recording:
         specs = self._infer(op, args, kwargs)
         if kind is OpKind.ALLOCATION:
             return self._allocate(specs)
-        if kind is OpKind.MUTATION:
+        if kind is OpKind.MUTATION or not op._schema.returns:
             return self._record_mutation(op, args, kwargs, specs)
         return self._record_functional(op, args, kwargs, specs)
 

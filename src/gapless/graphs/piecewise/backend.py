@@ -73,6 +73,8 @@ class CompileStats:
     """Tracing and splitting; the compilation of pieces is not in it."""
     compile_s: float = 0.0
     num_distinct: int = 0
+    num_left_as_traced: int = 0
+    """Distinct pieces that ``inductor`` was not given (see ``PieceCompiler``)."""
     unmatched: tuple[str, ...] = ()
     changes_by_pass: tuple[tuple[str, int], ...] = ()
 
@@ -86,6 +88,7 @@ class CompileStats:
             "recompilations": self.num_recompilations,
             "pieces": self.num_pieces,
             "distinct_pieces": self.num_distinct,
+            "left_as_traced": self.num_left_as_traced,
             "trivial_pieces": self.num_trivial,
             "split_ops": self.num_splits,
             "unmatched_split_ops": list(self.unmatched),
@@ -122,6 +125,7 @@ class PiecewiseBackend:
             run, num_breaks = self._pieces(split_graph(graph, self._config.split_ops))
         self.stats.compile_s = self._compiler.compile_s
         self.stats.num_distinct = self._compiler.num_compiled
+        self.stats.num_left_as_traced = self._compiler.num_left_as_traced
         return Stitched(run, inputs=names, num_breaks=num_breaks, device=self._device, handover=self.handover)
 
     def _pieces(self, split: SplitGraph) -> tuple[Callable[..., Any], int]:

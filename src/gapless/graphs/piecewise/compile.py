@@ -17,11 +17,12 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gapless.errors import CompileError, GraphError
 from gapless.graphs.breakable import active_recorder
@@ -101,13 +102,26 @@ class PiecewiseForward:
         originals: dict[int, Tensor],
     ) -> Any:
         assert self._compiled is not None
+        if torch._C._len_torch_dispatch_stack():  # PyTorch would skip the compiled code, now and later
+            raise GraphError(
+                "compiled code was called under a dispatch mode that the caller entered; leave it, or run "
+                "outside a piecewise context"
+            )
         handover = self._backend.handover
         handover.check, handover.originals = check, originals
         try:
             with torch.no_grad():
                 return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:  # another trace was needed, and failed
+            self._raise_explained(error)
         finally:
             handover.take()  # not taken if the call has failed before the stitching graph
+
+    def _raise_explained(self, error: Exception) -> NoReturn:
+        own = own_error(error)
+        if own is not None:
+            raise own from own.__cause__
+        raise CompileError(explain(error, self.config.off_switch)) from error
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._device.is_recording():
@@ -124,10 +138,7 @@ class PiecewiseForward:
                 with _tracing_options():
                     result = compiled(*args, **kwargs)
             except Exception as error:
-                own = own_error(error)
-                if own is not None:
-                    raise own from own.__cause__
-                raise CompileError(explain(error, self.config.off_switch)) from error
+                self._raise_explained(error)
         self._compiled = compiled
         self.stats.trace_s = time.perf_counter() - start - self.stats.compile_s
         return result
@@ -166,7 +177,8 @@ class PiecewiseForward:
         if not check.is_complete:
             raise GraphError("a captured call of a compiled forward left no addresses to check")
         traces = self.stats.num_traces
-        self._run(check.args, check.kwargs, check=check, originals={})
+        with _disable_current_modes():  # a mode of whoever replays: guards do not work under it
+            self._run(check.args, check.kwargs, check=check, originals={})
         if self.stats.num_traces != traces:
             raise GraphError(
                 "the forward had to be traced again for the first replay: something that the graphs depend "

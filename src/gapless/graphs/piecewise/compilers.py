@@ -34,12 +34,17 @@ class CompiledPiece:
 
 
 class PieceCompiler:
-    """Compiles pieces by ``eager`` (the traced ops as they are) or ``inductor``, each kind once."""
+    """Compiles pieces by ``eager`` (the traced ops as they are) or ``inductor``, each kind once.
+
+    A piece that writes into one of several inputs which share memory stays as it was traced: compiled code
+    would find the base they had while tracing, which views made by compiled code do not have.
+    """
 
     def __init__(self, compiler: TcCompiler) -> None:
         self.compiler = compiler
         self.compile_s = 0.0
         self.num_compiled = 0
+        self.num_left_as_traced = 0
 
     def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[tuple[CompiledPiece, tuple[int, ...]]]:
         """For each graph its code and the numbers to call it with after its own arguments.
@@ -65,7 +70,8 @@ class PieceCompiler:
 
     def _compile(self, graph: fx.GraphModule, inputs: list[_Number]) -> CompiledPiece:
         _make_inputs(graph, inputs)
-        is_opaque = self.compiler == "inductor"
+        is_opaque = self.compiler == "inductor" and not writes_shared_inputs(graph)
+        self.num_left_as_traced += self.compiler == "inductor" and not is_opaque
         ops = function_of(graph)
         run = compile_by_inductor(graph) if is_opaque else ops
         return CompiledPiece(run=run, graph=ops, is_opaque=is_opaque)
@@ -132,6 +138,35 @@ def fingerprint(graph: fx.GraphModule) -> tuple[Any, list[_Number]]:
                     (args if position in args else kwargs)[position] = ...
         rows.append((node.op, target, _freeze(args, index), _freeze(kwargs, index)))
     return tuple(rows), numbers
+
+
+def writes_shared_inputs(graph: fx.GraphModule) -> bool:
+    """Whether inputs share memory and some op of ``graph`` writes in place."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    storages = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
+    return len(set(storages)) < len(storages) and any(map(_writes_in_place, graph.graph.nodes))
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op == "call_method":
+        return str(target).endswith("_") and not str(target).endswith("__")
+    if node.op != "call_function":
+        return False
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    name = getattr(target, "__name__", "")
+    is_operator = getattr(target, "__module__", "") == "_operator"
+    if is_operator:
+        return name in _IN_PLACE_OPERATORS
+    return name.endswith("_") or node.kwargs.get("out") is not None
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    ("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub")
+) | {"itruediv", "ixor", "setitem"}
 
 
 def _is_custom(target: Any) -> bool:

@@ -13,7 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from gapless.serve.protocol.common import IGNORED, PARTS_BRANCH, TEXT_BRANCH, FirstFault, Strict
+from gapless.serve.protocol.common import (
+    IGNORED,
+    PARTS_BRANCH,
+    TEXT_BRANCH,
+    FieldError,
+    FirstFault,
+    Strict,
+)
 from gapless.serve.protocol.generation import NEUTRAL, GenerationRequest
 from gapless.serve.protocol.media_parts import ContentPart
 
@@ -21,9 +28,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "chat_template", "conversations", "return_assistant_tokens_mask"}
-    | {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+    | {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "self"}
 )
-"""Variables that a request may not set through ``chat_template_kwargs``: they have fields of their own."""
+"""Variables that a request may not set through ``chat_template_kwargs``: they have fields of their own, or
+are no variables in Python."""
 
 
 Content = Annotated[
@@ -176,16 +184,21 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _chat_options_fit_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs true")
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs true")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise ValueError("max_tokens and max_completion_tokens mean the same: give one")
+            raise FieldError("max_tokens", "max_tokens and max_completion_tokens mean the same: give one")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            raise FieldError(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other",
+            )
         reserved = sorted(RESERVED_TEMPLATE_NAMES & set(self.chat_template_kwargs or {}))
         if reserved:
-            raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}")
+            raise FieldError(
+                "chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}"
+            )
         self._check_tools()
         return self
 
@@ -193,18 +206,21 @@ class ChatRequest(GenerationRequest):
         names: set[str] = set()
         for tool in self.tools or []:
             if tool.function.name in names:
-                raise ValueError(f"tools has two functions with the name {tool.function.name!r}")
+                raise FieldError("tools", f"tools has two functions with the name {tool.function.name!r}")
             names.add(tool.function.name)
         if self.tool_choice in (None, "none"):
             return
         if not names:
-            raise ValueError("tool_choice needs tools")
+            raise FieldError("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+            raise FieldError(
+                "tool_choice", f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools"
+            )
         if self.tool_choice == "auto":
             return  # the format binds the text, and calls in it are found as always
         has_grammar = self.structured_outputs is not None or self.regex is not None
         if has_grammar or (self.response_format is not None and self.response_format.type != "text"):
-            raise ValueError(
-                "tool_choice forces a call, so no other format can bind the answer: give only one"
+            raise FieldError(
+                "tool_choice",
+                "tool_choice forces a call, so no other format can bind the answer: give only one",
             )

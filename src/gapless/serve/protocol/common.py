@@ -88,6 +88,14 @@ def _describe_extras(schema: dict[str, Any], model: type[BaseModel]) -> None:
         properties.setdefault(name, {"enum": allowed, "description": "Not supported; only its default."})
 
 
+class FieldError(ValueError):
+    """A check of several fields found ``field`` at fault: an error body names it as ``param``."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class Strict(BaseModel):
     """Unknown fields and values of another type are refused; nothing is converted."""
 
@@ -130,4 +138,4 @@ def _refuse_unless_neutral(name: str, value: Any) -> None:
     if value is None or any(type(value) is type(v) and value == v for v in NEUTRAL[name]):
         return
     defaults = " or ".join(str(v) for v in ("null", *NEUTRAL[name]))
-    raise ValueError(f"{name} is not supported: leave it out (only {defaults} is accepted)")
+    raise FieldError(name, f"{name} is not supported: leave it out (only {defaults} is accepted)")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from gapless.serve.protocol.common import CacheSalt, EndpointRequest, FirstFault, Strict
+from gapless.serve.protocol.common import CacheSalt, EndpointRequest, FieldError, FirstFault, Strict
 
 
 def _as_stop(value: Any) -> list[str]:
@@ -132,7 +132,7 @@ class GenerationRequest(EndpointRequest):
     @model_validator(mode="after")
     def _options_fit_together(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only for requests with stream true")
+            raise FieldError("stream_options", "stream_options is only for requests with stream true")
         has_format = self.response_format is not None and self.response_format.type != "text"
         if has_format + (self.structured_outputs is not None) + (self.regex is not None) > 1:
             raise ValueError("give only one of response_format, structured_outputs and regex")

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from gapless.serve.protocol.chat import RESERVED_TEMPLATE_NAMES, Message, Tool
-from gapless.serve.protocol.common import EndpointRequest, FirstFault
+from gapless.serve.protocol.common import EndpointRequest, FieldError, FirstFault
 
 
 class TokenizeRequest(EndpointRequest):
@@ -30,10 +30,15 @@ class TokenizeRequest(EndpointRequest):
         if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
             self.add_generation_prompt = False
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            raise FieldError(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other",
+            )
         reserved = sorted(RESERVED_TEMPLATE_NAMES & set(self.chat_template_kwargs or {}))
         if reserved:
-            raise ValueError(f"chat_template_kwargs may not set {', '.join(reserved)}")
+            raise FieldError(
+                "chat_template_kwargs", f"chat_template_kwargs may not set {', '.join(reserved)}"
+            )
         return self
 
 
