@@ -30,7 +30,7 @@ _BIAS = 1 << 63
 """Numbers are signed, words are not."""
 _YIELD_S, _LONGEST_NAP_S = 1e-3, 1e-3
 """Who waits gives its core away at each look, for there may be fewer of them than ranks; after ``_YIELD_S``
-it sleeps, which takes 60 us at least, for an eighth of what it has waited."""
+it sleeps for an eighth of what it has waited, to which the kernel adds its 50 us."""
 
 Place = tuple[str, str]
 """Where other processes find the page of rank 0, and what it is called there."""
