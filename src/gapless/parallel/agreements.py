@@ -84,7 +84,8 @@ class Agreements:
             first_problem=self.first_problem,
         )
         if board is None:
-            logger.info("ranks agree through gloo: %s", problem)
+            self.agrees_by = f"gloo: {problem}"
+            logger.info("ranks agree through %s", self.agrees_by)
             return
         self._board, self.agrees_by = board, "shared memory"
 
