@@ -96,7 +96,7 @@ def run(sanitizer: str, tool: str, cases: list[str], *, timeout: float) -> dict[
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [
         sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", sys.executable, "-m",
-        "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", str(int(timeout)), *cases,
+        "pytest", "-o", "addopts=", "-x", "-p", "no:cacheprovider", "--timeout", str(int(timeout)), *cases,
     ]  # fmt: skip
     start = time.perf_counter()
     try:

@@ -3,10 +3,10 @@
 cuBLAS is made for large products; with a handful of tokens it takes two to three times as long as reading the
 weights does, and it cannot start early. ``small_linear`` and ``gate_up_silu`` ask ``linear_choice.py`` for
 tiles and launch ``linear_jit.py``, or call cuBLAS where that is as fast; with more tokens ``gate_up_silu``
-takes ``gated_product.py`` where timings say so. The choice depends on the shape of
-the call alone, so a graph and the padded eager run it must equal take the same kernel. ``T`` tokens, ``I``
-input features, ``O`` output features. Weights are read before the kernel ahead has ended, so they must not be
-written by it: a weight that is computed in the same graph needs another operation in between.
+takes ``gated_product.py`` where timings say so. The choice depends on the shape of the call alone, so a graph
+and the padded eager run it must equal take the same kernel. ``T`` tokens, ``I`` input features, ``O`` output
+features. Weights are read before the kernel ahead has ended, so they must not be written by it: a weight that
+is computed in the same graph needs another operation in between.
 """
 
 from __future__ import annotations

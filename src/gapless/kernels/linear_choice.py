@@ -103,18 +103,16 @@ def choose(product: Product, device: torch.device) -> Tiles | GatedTiles | None:
     return made[product]
 
 
-def built_in_choice(product: Product, device: torch.device) -> Tiles | None:
-    """What is chosen without timings. The rule was made on a Hopper GPU and speaks for those alone."""
-    is_hopper = device.type == "cuda" and has_early_launch(device)
-    return default_tiles(product) if is_hopper else None
+def built_in_choice(product: Product, device: torch.device) -> Tiles | GatedTiles | None:
+    """What is chosen without timings. The rules were made on a Hopper GPU and speak for those alone."""
+    if device.type != "cuda" or not has_early_launch(device):
+        return None
+    return default_gated_tiles(product) if takes_gated_tiles(product) else default_tiles(product)
 
 
 @functools.cache
 def default_tiles(product: Product) -> Tiles | None:
-    """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B.
-
-    Of gated products with many tokens there are no such figures: those take our kernel after timings alone.
-    """
+    """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
     if product.num_tokens > MAX_TOKENS:
         return None
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
@@ -128,6 +126,25 @@ def default_tiles(product: Product) -> Tiles | None:
     if product.num_in <= 1024 and product.is_gated and product.num_rows <= 16384:
         return _streaming_tiles()
     return None
+
+
+_WIDE = GatedTiles(block_t=128, block_o=128, block_i=64, num_stages=4, shared_by=16, skew=0)
+_NARROW = GatedTiles(block_t=128, block_o=64, block_i=64, num_stages=6, shared_by=16, skew=4)
+_GATED = {
+    (1024, 3072): {256: _NARROW, 512: _NARROW, 1024: _NARROW, 2048: _WIDE, 4096: _WIDE},
+    (4096, 14336): {256: _WIDE, 1024: _WIDE, 2048: _WIDE, 4096: _WIDE},
+}
+"""By input and output features, then by tokens."""
+
+
+def default_gated_tiles(product: Product) -> GatedTiles | None:
+    """Where our kernel took at most 0.98 of cuBLAS and the activation's kernel, in
+    ``benchmarks/results/h200_gate_up_products.json``: gate and up of Qwen3-0.6B and Llama-3.1-8B in bfloat16.
+    A table and no rule: with 512 tokens of the latter cuBLAS wins, and of other shapes nothing is known, so
+    those take our kernel after timings of their own alone."""
+    if product.dtype is not torch.bfloat16:
+        return None
+    return _GATED.get((product.num_in, product.num_out), {}).get(product.num_tokens)
 
 
 def _gemv_tiles(num_in: int) -> Tiles:
