@@ -7,6 +7,7 @@ stream that breaks off with an error event after a right beginning, or a closed 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -59,23 +60,25 @@ def call(server: Server, first: int) -> str:
 
 
 def outcomes_around(server: Server, act: Any) -> tuple[list[str], list[str], float]:
-    """What became of requests sent before ``act``, and of those sent after; and how long the slowest of the
-    former took from then on."""
+    """What became of requests sent before anybody had noticed ``act``, and of those sent after; and how long
+    the slowest of the former took from ``act`` on. (A signal takes a while to arrive.)"""
     before: list[str] = []
     after: list[str] = []
-    lock, is_over, acted = threading.Lock(), threading.Event(), threading.Event()
-    slowest_s = 0.0
+    lock, is_over, is_noticed = threading.Lock(), threading.Event(), threading.Event()
+    slowest_s, acted_at = 0.0, math.inf
 
     def caller(number: int) -> None:
         nonlocal slowest_s
         first = number
         while not is_over.is_set():
-            was_before = not acted.is_set()
+            was_before = not is_noticed.is_set()
             outcome = call(server, first)
             with lock:
                 (before if was_before else after).append(outcome)
-                if was_before and acted.is_set():
+                if was_before:
                     slowest_s = max(slowest_s, time.monotonic() - acted_at)
+            if outcome != "whole":
+                is_noticed.set()
             if outcome == "closed":
                 return
             first += NUM_CALLERS
@@ -87,7 +90,6 @@ def outcomes_around(server: Server, act: Any) -> tuple[list[str], list[str], flo
                 assert not any(one.done() for one in callers)
                 time.sleep(0.01)
             acted_at = time.monotonic()
-            acted.set()
             act()
             server.process.wait(30)
         finally:
