@@ -42,7 +42,7 @@ class FrozenTensor:
         return cls(index, name, tensor, tensor.data_ptr(), layout_of(tensor))
 
     def is_as_it_was(self) -> bool:
-        """Whether the example's own tensor was left in place, also by ``t_()``, ``resize_()`` and the like."""
+        """Whether the example's own tensor was left in place (``t_()``, ``resize_()``)."""
         tensor = self.tensor
         return (
             tensor is not None

@@ -164,5 +164,5 @@ def test_the_same_tensor_seen_in_another_way_is_refused(change: Any) -> None:
     made = graphed(lambda x, w: x @ w, inputs={"x": Input(dims={0: "rows"})}, sizes=[4]).capture(rows, weight)
     assert torch.equal(made(rows, weight), rows @ weight)
     change(weight)
-    with pytest.raises(GraphError, match="argument 'w' is another tensor .*the same memory as"):
+    with pytest.raises(GraphError, match=r"argument 'w' is another tensor .*the same memory as"):
         made(rows, weight)
