@@ -1,4 +1,4 @@
-"""Where the fused kernels run, and the one import of Triton.
+"""Where the fused kernels run, what a GPU has room for, and the one import of Triton.
 
 Triton is imported at the first launch only, so a program on a CPU never pays for it and needs no
 installation. A CUDA device without Triton keeps the torch forward and says so once.
