@@ -100,10 +100,10 @@ def runs_out_of_memory_in_a_warm_up(rank: int, commands: int, lifeline: int) -> 
     """Of the second size, while the others wait for it in the first sum of theirs."""
     real = gapless.graphs.runner.GraphRunner._warm_up
 
-    def faulty(self: Any, descriptor: Any, *, times: int) -> Any:
+    def faulty(self: Any, descriptor: Any, *, times: int, **options: Any) -> Any:
         if rank == 1 and self._is_warm:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, descriptor, times=times)
+        return real(self, descriptor, times=times, **options)
 
     gapless.graphs.runner.GraphRunner._warm_up = faulty
     main(rank, commands, lifeline)
