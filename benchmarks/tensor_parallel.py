@@ -165,6 +165,7 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         "capture_s": report["memory"]["capture_s"],
         "capture_s_by_phase": capture_seconds(report["graphs"]),
         "sums_by": ranks_report.get("sums_by"),
+        "agrees_by": ranks_report.get("agrees_by"),
         "agreements": ranks_report.get("agreements"),
         "agreements_s": ranks_report.get("agreements_s"),
         "prefill_ms": round(1e3 * statistics.median(prefill), 3),

@@ -102,3 +102,13 @@ def test_every_environment_variable_has_a_row_and_every_row_a_variable():
     table = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
     read = re.findall(r'(?:\(values, |get\()"(\w+)"', source)
     assert set(read) == set(re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE))
+
+
+def test_the_page_on_benchmarks_names_every_script():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts == set(re.findall(r"(?<![\w/])(?:benchmarks/)?(\w+\.py)\b", page)) - PEERS
+
+
+PEERS = {"vllm_bench.py", "sglang_bench.py"}
+"""Of other projects, named there."""

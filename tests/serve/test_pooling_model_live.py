@@ -22,8 +22,8 @@ CONFIG = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
-PROMPTS = [[5, 6, 7], [1], list(range(90)), [3] * 200, [7, 6, 5]]
-"""The fourth is longer than a step takes."""
+PROMPTS = [[5, 6, 7], [1], list(range(90)), [3] * 200, [7, 6, 5], [1, 2, 3, 4] * 64]
+"""The fourth is longer than a step takes, the last as long as the model's context."""
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,8 @@ class Intake:
         token_ids = self._check_token_ids(prompt)
         if not token_ids:
             raise RequestError("empty prompt: at least one token is needed")
-        self._check_length(len(token_ids))
         self._check_params(params)
+        self._check_length(len(token_ids), draws=params.pooling is None)
         if shown is not None:
             self._check_media(shown)
         longest = min(self.max_model_len, self.capacity_tokens)
@@ -126,16 +126,19 @@ class Intake:
                 )
         return token_ids
 
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens >= self.max_model_len:
+    def _check_length(self, num_tokens: int, *, draws: bool) -> None:
+        """``draws``: room for one token more is needed; an embedding takes all there is."""
+        most = num_tokens + int(draws)
+        drawn = ", at least one of them generated" if draws else ""
+        if most > self.max_model_len:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, but the maximum model length is {self.max_model_len}, "
-                "at least one of them generated; shorten the prompt or raise max_model_len"
+                f"the prompt has {num_tokens} tokens, but the maximum model length is {self.max_model_len}"
+                f"{drawn}; shorten the prompt or raise max_model_len"
             )
-        if num_tokens >= self.capacity_tokens:
+        if most > self.capacity_tokens:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, but the whole KV cache holds {self.capacity_tokens}, "
-                "at least one of them generated; shorten the prompt or raise kv_cache_tokens"
+                f"the prompt has {num_tokens} tokens, but the whole KV cache holds {self.capacity_tokens}"
+                f"{drawn}; shorten the prompt or raise kv_cache_tokens"
             )
 
     def _check_media(self, prompt: MediaPrompt) -> None:

@@ -197,7 +197,8 @@ def _join(
     )
     register_group(group)
     if on_failure is not None:
-        on_failure(group.fail)  # at once: what follows waits for the other ranks, on the device
+        on_failure(group.fail)  # at once: what follows waits for the other ranks, in memory and on the device
+    group.share_memory()
     if torch_device.type == "cuda":
         group.find_one_shot()
     return group

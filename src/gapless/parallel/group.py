@@ -1,11 +1,11 @@
 """The process group of the ranks that hold one model: how it begins, what it sums on the device, how it ends.
 
 Two torch groups lie under it: one for tensors (NCCL on CUDA, gloo on a CPU) and one for small decisions
-(always gloo), which ``agreements.py`` makes. Invariants: no collective is captured before both communicators
-have been used once and outside ``capturing``; after ``fail`` every call raises the reason instead of waiting
-for a rank that is gone; what is left out (``apart``, ``warming_up``) is left out by all ranks. NVLink
-multicast stays off. Read ``collectives.py`` for the operators of a model, ``engine/ranks.py`` for how ranks
-find each other.
+(always gloo), which ``agreements.py`` makes there or in memory. Invariants: no collective is captured before
+both communicators have been used once and outside ``capturing``; after ``fail`` every call raises the reason
+instead of waiting for a rank that is gone; what is left out (``apart``, ``warming_up``) is left out by all
+ranks. NVLink multicast stays off. Read ``collectives.py`` for the operators of a model, ``engine/ranks.py``
+for how ranks find each other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RankGroup(Agreements):
     ) -> None:
         """``break_at_all_reduce``: breakable graphs end before each sum over ranks and begin anew behind
         it."""
-        super().__init__()
+        super().__init__(timeout_s=timeout_s)
         self.shard = Shard(rank=rank, size=size, group=next(_handles))
         self.torch_device = torch_device
         self.breaks = break_at_all_reduce
@@ -179,6 +179,7 @@ class RankGroup(Agreements):
             "size": self.size,
             "sums_by": self.sums_by,
             "breaks_at_sums": self.breaks,
+            "agrees_by": self.agrees_by,
             "agreements": self.num_agreements,
             "agreements_s": round(self.agreements_s, 3),
         }
@@ -228,6 +229,7 @@ class RankGroup(Agreements):
             torch.cuda.set_device(self.torch_device)  # the current device is that of a thread
             if self._failure is None:
                 self._forget_graphs()
+        self._board = None
         self._one_shot = None  # to free its memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
             for group in (None,) if self._owns_world else (self._tensors, self._control):

@@ -11,6 +11,7 @@ behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from gapless.serve.messages import Delta
 
@@ -38,9 +39,7 @@ class Delivery:
         """Deltas of the requests that have waited longest, by default of a few, with None of all; whether
         others still wait."""
         waiting = self._waiting
-        left = len(waiting) if num_requests is None else num_requests
-        while waiting and left > 0:
-            for delta in waiting.pop(next(iter(waiting))):
+        for request_id in list(islice(waiting, num_requests)):  # one look at the dict, however many have left
+            for delta in waiting.pop(request_id):
                 self._deliver(delta)
-            left -= 1
         return bool(waiting)

@@ -19,7 +19,8 @@ from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt, Normalis
 
 
 class GenerateRequest(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
-    """Generate from ``prompt_token_ids``.
+    """Generate from ``prompt_token_ids``. ``request_id`` is nobody else's, also later: the last deltas of a
+    request that was given up may still be on their way.
 
     ``params``: fields of ``SamplingParams`` that are not at their default. ``stream`` false: only the last
     delta of each choice is sent, with all of it. ``prompt_logprobs`` k asks for the log-probabilities of the

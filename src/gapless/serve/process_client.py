@@ -304,6 +304,7 @@ class ProcessClient:
 
     def _read_some(self) -> None:
         """What one turn of the event loop is given, and the next turn if that was not all."""
+        self._reads_on = False  # an error below costs one message: whoever looks next finds the rest
         is_rest = True
         for _ in range(_MESSAGES_PER_TURN):
             message = None if self._channel is None else self._channel.receive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -305,6 +306,34 @@ def test_a_rank_that_hangs_at_start_is_given_up(source, monkeypatch, fault, mess
     monkeypatch.setenv("GAPLESS_RANK_TIMEOUT", "3")
     with pytest.raises(RankError, match=message):
         open_llm(source, 2, fault, **FEW)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (rank_faults.dies_in_its_capture, "rank 1 has ended with exit code 8"),
+        (rank_faults.hangs_in_its_capture, "start of the engine has not ended within 3 s"),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_rank_that_is_lost_in_a_capture_is_not_waited_for_in_memory(source, monkeypatch, fault, message):
+    monkeypatch.setenv("GAPLESS_RANK_TIMEOUT", "3")
+    start = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        open_llm(source, 2, fault, **{**FEW, "enforce_eager": False})
+    assert time.monotonic() - start < 3 * AT_MOST_S
+
+
+def test_ranks_that_share_no_memory_agree_through_gloo(source, caplog):
+    with (
+        caplog.at_level(logging.INFO, logger="gapless.parallel"),
+        open_llm(source, 2, rank_faults.cannot_open_the_memory_of_the_first, **FEW) as llm,
+    ):
+        assert tokens_of(llm, [[1, 2]], greedy(2))
+        how = llm.report()["startup"]["ranks"]["agrees_by"]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("gapless.parallel")]
+    assert how == "gloo: rank 1: the memory of rank 0 cannot be opened (not yours)"
+    assert told == [f"ranks agree through {how}"]
 
 
 def test_a_rank_that_dies_while_all_meet_is_noticed_at_once(source):

@@ -231,7 +231,8 @@ def test_each_rank_holds_its_part_of_cache_and_weights(one: LLM, two: LLM):
     assert ours["cache_bytes"] == theirs["startup"]["cache_bytes"] == whole // 2
     assert ours["num_blocks"] == theirs["startup"]["num_blocks"]
     agreements = {name: ours["ranks"].pop(name) for name in ("agreements", "agreements_s")}
-    assert ours["ranks"] == {"size": 2, "sums_by": "gloo", "breaks_at_sums": False}
+    how = {"sums_by": "gloo", "breaks_at_sums": False, "agrees_by": "shared memory"}
+    assert ours["ranks"] == {"size": 2, **how}
     assert agreements["agreements_s"] >= 0
     assert one.report()["startup"]["ranks"] is None
 

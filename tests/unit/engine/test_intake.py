@@ -223,3 +223,14 @@ def test_a_model_without_a_head_makes_vectors_and_no_text():
         intake.make_request("r", [1], IDS_ONLY)
     pooled = SamplingParams(max_tokens=1, pooling="last", detokenize=False)
     assert intake.make_request("r", [1], pooled).prompt_token_ids == (1,)
+
+
+@pytest.mark.parametrize("limit", ["max_model_len", "capacity_tokens"])
+def test_an_embedding_may_take_the_whole_context_because_nothing_is_drawn(limit):
+    intake = make_intake(**{limit: 12})
+    params = SamplingParams(max_tokens=1, detokenize=False, pooling="last")
+    assert intake.make_request("r", [1] * 12, params).max_total_tokens == 12
+    with pytest.raises(RequestError, match=r"13 tokens, but .* 12; shorten"):
+        intake.make_request("r", [1] * 13, params)
+    with pytest.raises(RequestError, match=r"12 tokens, but .* 12, at least one of them generated"):
+        intake.make_request("r", [1] * 12, IDS_ONLY)

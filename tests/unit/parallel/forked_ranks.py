@@ -21,8 +21,8 @@ from gapless.engine.rank_worker import main
 
 Main = Callable[[int, int, int], None]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["gapless.engine.build", "gapless.engine.step_mirror"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["gapless.engine.build", "gapless.engine.step_mirror"])
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,7 +58,7 @@ class ForkedRank:
 
     def __init__(self, target: Main, rank: int, commands: int, lifeline: int) -> None:
         arguments = (target, rank, DupFd(commands), DupFd(lifeline))
-        self._process = _context.Process(target=_run, args=arguments, daemon=True)
+        self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
 
     @property

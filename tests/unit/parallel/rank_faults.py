@@ -96,14 +96,35 @@ def dies_while_all_meet(rank: int, commands: int, lifeline: int) -> None:
     main(rank, commands, lifeline)
 
 
+def dies_in_its_capture(rank: int, commands: int, lifeline: int) -> None:
+    """While the first rank waits for it to agree that all are well."""
+    _in_first_capture(lambda: os._exit(8))
+    main(rank, commands, lifeline)
+
+
+def hangs_in_its_capture(rank: int, commands: int, lifeline: int) -> None:
+    _in_first_capture(lambda: time.sleep(1000))
+    main(rank, commands, lifeline)
+
+
+def cannot_open_the_memory_of_the_first(rank: int, commands: int, lifeline: int) -> None:
+    import gapless.parallel.shared_board
+
+    def refuse(place: Any) -> Any:
+        raise PermissionError("not yours")
+
+    gapless.parallel.shared_board._open = refuse
+    main(rank, commands, lifeline)
+
+
 def runs_out_of_memory_in_a_warm_up(rank: int, commands: int, lifeline: int) -> None:
     """Of the second size, while the others wait for it in the first sum of theirs."""
     real = gapless.graphs.runner.GraphRunner._warm_up
 
-    def faulty(self: Any, descriptor: Any, *, times: int, **options: Any) -> Any:
+    def faulty(self: Any, descriptor: Any, **how: Any) -> Any:
         if rank == 1 and self._is_warm:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, descriptor, times=times, **options)
+        return real(self, descriptor, **how)
 
     gapless.graphs.runner.GraphRunner._warm_up = faulty
     main(rank, commands, lifeline)
@@ -125,6 +146,17 @@ def _in_step(number: int, act: Any) -> None:
         return real(self, batch)
 
     gapless.engine.runner.ModelRunner.launch = faulty
+
+
+def _in_first_capture(act: Any) -> None:
+    real = gapless.graphs.runner.GraphRunner._run_and_store
+
+    def faulty(self: Any, views: Any) -> Any:
+        if self.store.device.is_recording():
+            act()
+        return real(self, views)
+
+    gapless.graphs.runner.GraphRunner._run_and_store = faulty
 
 
 def _records() -> bool:
