@@ -17,7 +17,7 @@ from torch import Tensor
 from gapless.attention.tile_rules import PrefillTile, page_rows
 from gapless.env import read_env
 from gapless.kernels.launch import KNOWN_VERSIONS, Constants, launch
-from gapless.kernels.select import launch_options
+from gapless.kernels.select import is_hopper, launch_options
 
 
 def can_run_hopper(query_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -77,14 +77,11 @@ def kernel_constants(
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
     env = read_env()
-    if device.type != "cuda" or torch.version.hip is not None or env.triton_interpret:
-        return False
-    if not env.hopper_attention:
+    if not is_hopper(device) or env.triton_interpret or not env.hopper_attention:
         return False
     import triton
 
-    is_known = triton.__version__.startswith(KNOWN_VERSIONS)
-    return is_known and torch.cuda.get_device_capability(device) == (9, 0)
+    return triton.__version__.startswith(KNOWN_VERSIONS)
 
 
 @functools.cache

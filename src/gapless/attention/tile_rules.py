@@ -2,7 +2,8 @@
 
 No autotuner: nothing may be compiled, timed or synchronised while a stream is capturing, and a bucket must
 launch the same way every time. The rules come from sweeps on one H200 (``benchmarks/attention_kernels.py``).
-Invariant: whatever a rule says fits in the shared memory of a Hopper SM. Used by ``triton_paged.py``.
+Invariant: whatever a rule says fits in ``shared_bytes``, what a program may have of a multiprocessor's shared
+memory; a GPU with less than Hopper's gets fewer stages or smaller tiles. Used by ``triton_paged.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from gapless.kernels.select import next_power_of_2
+from gapless.kernels.select import HOPPER_SHARED_BYTES, next_power_of_2, stages_that_fit
 
 MIN_TILE_ROWS = 16
 """The smallest matrix product Triton's ``dot`` takes."""
@@ -42,21 +43,33 @@ class DecodeTile:
 
 
 @functools.lru_cache(maxsize=4096)
-def prefill_tile(*, group: int, head_size: int, itemsize: int, num_tokens: int) -> PrefillTile:
+def prefill_tile(
+    *,
+    group: int,
+    head_size: int,
+    itemsize: int,
+    num_tokens: int,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
+) -> PrefillTile:
     """Large tiles where each tile of keys serves many queries; for short steps smaller ones, of which two run
     on a multiprocessor, without the second loop, whose pipeline would have to fill up once more."""
     head_bytes = _head_bytes(head_size, itemsize)
-    is_long = num_tokens >= _LONG_PREFILL and head_bytes <= 256
-    most_rows = 128 if is_long else 64
+    has_room = shared_bytes >= _LONG_ROWS * head_bytes
+    is_long = num_tokens >= _LONG_PREFILL and head_bytes <= 256 and has_room
+    most_rows, block_n, num_stages = (128, 128, 3) if is_long else (64, _block_n(head_bytes), 3)
+    if not is_long:
+        fixed = (block_n, head_bytes, itemsize, shared_bytes)
+        while (num_stages := _num_stages(3, most_rows, *fixed)) < 2 and most_rows > MIN_TILE_ROWS:
+            most_rows //= 2
     # The largest power of 2 that divides the group: no row of a tile is wasted.
     pack = min(group & -group, most_rows)
     rows = min(most_rows, max(MIN_TILE_ROWS, pack * next_power_of_2(num_tokens)))
     return PrefillTile(
         block_q=rows // pack,
         pack=pack,
-        block_n=128 if is_long else _block_n(head_bytes),
+        block_n=block_n,
         num_warps=8 if is_long else 4,
-        num_stages=3,
+        num_stages=num_stages,
         split_loop=num_tokens >= _LONG_PREFILL,
     )
 
@@ -90,7 +103,14 @@ def page_rows(block_size: int, block_n: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def decode_tile(
-    *, group: int, head_size: int, itemsize: int, max_query_len: int, num_programs: int, max_keys: int
+    *,
+    group: int,
+    head_size: int,
+    itemsize: int,
+    max_query_len: int,
+    num_programs: int,
+    max_keys: int,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
 ) -> DecodeTile | None:
     """``num_programs``: requests times key/value heads, which splits multiply; ``max_keys``: what a block
     table can hold. None where queries are too many for one tile."""
@@ -108,11 +128,15 @@ def decode_tile(
         num_splits *= 2
     # Small programs balance best when there are many of them.
     is_narrow = num_programs >= 4 * _ENOUGH_PROGRAMS and rows == MIN_TILE_ROWS and head_bytes <= 256
+    block_n, num_stages = 32 if is_narrow else _block_n(head_bytes), 3 if head_bytes > 256 else 4
+    num_stages = _num_stages(num_stages, rows, block_n, head_bytes, itemsize, shared_bytes)
+    if num_stages < 2:
+        return None
     return DecodeTile(
         block_q=rows // group_pad,
-        block_n=32 if is_narrow else _block_n(head_bytes),
+        block_n=block_n,
         num_warps=2 if is_narrow else 4,
-        num_stages=3 if head_bytes > 256 else 4,
+        num_stages=num_stages,
         num_splits=num_splits,
         min_keys=_MIN_KEYS,
     )
@@ -120,6 +144,8 @@ def decode_tile(
 
 _LONG_PREFILL = 1024
 """Tokens from which large tiles win: at 512 they leave multiprocessors idle."""
+_LONG_ROWS = 128 + 2 * 2 * 128
+"""Of shared memory, that large tiles need: queries, and two copies of keys and values."""
 _SHORT_HOPPER_PREFILL = 512
 """Below, at 256 tokens, the Triton kernel is as quick (H200, 16 and 32 heads over 8)."""
 _HOPPER_BLOCK_N = 128
@@ -130,6 +156,16 @@ _ENOUGH_PROGRAMS = 128
 _MAX_SPLITS = 16
 _MIN_KEYS = 64
 _MAX_DECODE_ROWS = 64
+
+
+def _num_stages(most: int, rows: int, block_n: int, head_bytes: int, itemsize: int, shared_bytes: int) -> int:
+    """Queries and weights of a tile stay, keys and values are copied in stages."""
+    return stages_that_fit(
+        most,
+        stage_bytes=2 * block_n * head_bytes,
+        other_bytes=rows * (head_bytes + block_n * itemsize),
+        shared_bytes=shared_bytes,
+    )
 
 
 def _head_bytes(head_size: int, itemsize: int) -> int:

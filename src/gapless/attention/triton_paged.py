@@ -28,7 +28,7 @@ from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
 from gapless.graphs.ops import direct, register_custom_op
 from gapless.kernels.launch import Constants, launch
-from gapless.kernels.select import launch_options, next_power_of_2
+from gapless.kernels.select import launch_options, next_power_of_2, shared_memory_bytes
 
 MAX_HEAD_SIZE = 256
 _SPARE_TILES = 16
@@ -146,6 +146,7 @@ def triton_paged_attention(
     )
     tensors = (query_THD, k_cache, v_cache, out_THD)
     batch = (query_start_loc, seq_lens, block_table)
+    shared_bytes = shared_memory_bytes(query_THD.device)
     decode = decode_tile(
         group=group,
         head_size=head_size,
@@ -153,6 +154,7 @@ def triton_paged_attention(
         max_query_len=max_query_len,
         num_programs=num_reqs * num_kv_heads,
         max_keys=block_table.shape[1] * k_cache.shape[1],
+        shared_bytes=shared_bytes,
     )
     # A small prefill bucket has a slot per token; nearly all of them are empty.
     if decode is not None and num_reqs * max_query_len <= num_tokens <= num_reqs * decode.block_q:
@@ -164,7 +166,8 @@ def triton_paged_attention(
         grid = _prefill_grid(hopper, query_THD, seq_lens)
         prefill_hopper(hopper, grid, (*tensors, *batch), arguments, group=group)
     else:
-        _prefill(prefill_tile(**size, num_tokens=num_tokens), tensors, batch, arguments, fixed)
+        tile = prefill_tile(**size, num_tokens=num_tokens, shared_bytes=shared_bytes)
+        _prefill(tile, tensors, batch, arguments, fixed)
 
 
 _write_kv, _paged_attention = direct(triton_write_kv), direct(triton_paged_attention)

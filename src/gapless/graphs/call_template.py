@@ -107,7 +107,7 @@ class CallTemplate:
                 raise GraphError(self._structure_message(args, kwargs))
         for frozen in self.frozen_tensors:
             leaf = leaves[frozen.index]
-            if leaf is not frozen.tensor or leaf is None or leaf.data_ptr() != frozen.address:
+            if leaf is not frozen.tensor or not frozen.is_as_it_was():
                 frozen.check(leaf)
         for value in self.frozen_values:
             value.check(leaves[value.index])

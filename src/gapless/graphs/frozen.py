@@ -41,6 +41,16 @@ class FrozenTensor:
     def of(cls, index: int, name: str, tensor: Tensor) -> FrozenTensor:
         return cls(index, name, tensor, tensor.data_ptr(), layout_of(tensor))
 
+    def is_as_it_was(self) -> bool:
+        """Whether the example's own tensor was left in place (``t_()``, ``resize_()``)."""
+        tensor = self.tensor
+        return (
+            tensor is not None
+            and tensor.data_ptr() == self.address
+            and tensor.shape == self.layout[0]
+            and tensor.stride() == self.layout[1]
+        )
+
     def check(self, leaf: Any) -> None:
         """Raise ``GraphError`` unless ``leaf`` is this memory, seen in this way."""
         if not isinstance(leaf, Tensor):

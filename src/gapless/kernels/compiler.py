@@ -59,8 +59,9 @@ class WithLaunchers(AsyncCompileMode):
     """Triton's mode in which kernels compile in threads, with their launchers."""
 
     def __init__(self, executor: Executor, *, begins: threading.Event) -> None:
-        """Nothing is compiled before ``begins`` is set, or a second has passed: whoever waits for a kernel in
-        the meantime would wait for ever. A kernel that fails is left for its first launch."""
+        """Nothing is compiled before ``begins`` is set, or a second has passed since the first was asked for:
+        whoever waits for a kernel in the meantime would wait for ever. A kernel that fails is left for its
+        first launch."""
         super().__init__(executor, ignore_errors=True)
         self._begins = begins
         self._signatures: set[tuple[Any, ...]] = set()
@@ -75,7 +76,7 @@ class WithLaunchers(AsyncCompileMode):
                 self.executor.submit(self._build_launcher, source)
 
         def compile_one() -> Any:
-            self._begins.wait(_MOST_HELD_BACK_S)
+            self._wait_for_begin()
             compiled = compile_fn()
             if not is_apart:
                 build_launcher(compiled.src, compiled.metadata)
@@ -84,8 +85,12 @@ class WithLaunchers(AsyncCompileMode):
         return super().submit(key, compile_one, finalize_fn)
 
     def _build_launcher(self, source: Any) -> None:
-        self._begins.wait(_MOST_HELD_BACK_S)
+        self._wait_for_begin()
         build_launcher(source, _ANY_METADATA)
+
+    def _wait_for_begin(self) -> None:
+        if not self._begins.wait(_MOST_HELD_BACK_S):
+            self._begins.set()  # else each of them in its turn would be held back for as long
 
 
 def build_launcher(source: Any, metadata: Any) -> None:

@@ -16,17 +16,17 @@ from torch import Tensor
 from gapless.env import read_env
 from gapless.kernels.launch import KNOWN_VERSIONS, Constants, launch
 from gapless.kernels.linear_choice import GatedTiles
-from gapless.kernels.select import launch_options
+from gapless.kernels.select import is_hopper, launch_options
 
 
 @functools.cache
 def can_run_gated(device: torch.device) -> bool:
     """Whether the GPU and Triton are ones the kernel was written for."""
-    if device.type != "cuda" or torch.version.hip is not None or read_env().triton_interpret:
+    if not is_hopper(device) or read_env().triton_interpret:
         return False
     import triton
 
-    return triton.__version__.startswith(KNOWN_VERSIONS) and torch.cuda.get_device_capability(device)[0] == 9
+    return triton.__version__.startswith(KNOWN_VERSIONS)
 
 
 def is_aligned(x_TI: Tensor, weight_OI: Tensor) -> bool:

@@ -127,8 +127,9 @@ def compile_products(matrices: Iterable[Matrices]) -> None:
                     x_TI = weight_OI.new_empty((product.num_tokens, product.num_in))
                     launch_product(x_TI, weight_OI, group.bias, tiles, is_gated=group.is_gated)
                 elif tiles is not None and group.bias is None and can_run_gated(weight_OI.device):
-                    # Compiled alike for any number of tokens.
-                    gated_product(weight_OI.new_empty((1, product.num_in)), weight_OI, tiles)
+                    x_TI = weight_OI.new_empty((1, product.num_in))  # compiled alike for any number of tokens
+                    if is_aligned(x_TI, weight_OI):
+                        gated_product(x_TI, weight_OI, tiles)
 
 
 def _arguments(

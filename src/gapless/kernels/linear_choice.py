@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from gapless.env import read_env
-from gapless.kernels.select import has_early_launch, next_power_of_2
+from gapless.kernels.select import is_hopper, next_power_of_2
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def choose(product: Product, device: torch.device) -> Tiles | GatedTiles | None:
 
 def built_in_choice(product: Product, device: torch.device) -> Tiles | GatedTiles | None:
     """What is chosen without timings. The rules were made on a Hopper GPU and speak for those alone."""
-    if device.type != "cuda" or not has_early_launch(device):
+    if not is_hopper(device):
         return None
     return default_gated_tiles(product) if takes_gated_tiles(product) else default_tiles(product)
 

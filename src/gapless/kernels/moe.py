@@ -13,7 +13,7 @@ these; ``benchmarks/moe_kernels.py`` times them.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -22,7 +22,13 @@ from torch import Tensor
 from gapless.errors import ConfigError
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.launch import Constants, launch
-from gapless.kernels.select import launch_options, next_power_of_2
+from gapless.kernels.select import (
+    HOPPER_SHARED_BYTES,
+    launch_options,
+    next_power_of_2,
+    shared_memory_bytes,
+    stages_that_fit,
+)
 
 _MIN_BLOCK = 16
 _MAX_ALONE = 16
@@ -62,9 +68,38 @@ def max_blocks(num_tokens: int, *, num_experts: int, top_k: int, block_p: int) -
 
 @functools.cache
 def choose_tiles(
-    num_tokens: int, *, num_experts: int, top_k: int, num_out: int, is_gate_up: bool, itemsize: int = 2
+    num_tokens: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    num_out: int,
+    is_gate_up: bool,
+    itemsize: int = 2,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
 ) -> ExpertTiles:
-    """The tiles of a product for so many tokens, with elements of ``itemsize`` bytes."""
+    """The tiles of a product for so many tokens, with elements of ``itemsize`` bytes, where a program has
+    ``shared_bytes`` of shared memory."""
+    tiles = _hopper_tiles(
+        num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_out=num_out,
+        is_gate_up=is_gate_up,
+        itemsize=itemsize,
+    )
+    rows = tiles.block_p + tiles.block_o * (2 if is_gate_up else 1)
+    num_stages = stages_that_fit(
+        tiles.num_stages,
+        stage_bytes=rows * tiles.block_i * itemsize,
+        other_bytes=0,
+        shared_bytes=shared_bytes,
+    )
+    return replace(tiles, num_stages=max(num_stages, 1))
+
+
+def _hopper_tiles(
+    num_tokens: int, *, num_experts: int, top_k: int, num_out: int, is_gate_up: bool, itemsize: int
+) -> ExpertTiles:
     block_p = block_slots(num_tokens, num_experts=num_experts, top_k=top_k)
     if block_p <= 32:
         # Bound by reading weights. They stand on the left, where tensor cores want 64 rows, and are read 256
@@ -211,6 +246,7 @@ def expert_gate_up(
         num_out=out_PF.shape[1],
         is_gate_up=True,
         itemsize=x_TE.itemsize,
+        shared_bytes=shared_memory_bytes(x_TE.device),
     )
     launch_expert_product(x_TE, gate_up_NOE, slots_P, blocks_B3, None, out_PF, tiles, top_k=top_k)
     return out_PF
@@ -237,6 +273,7 @@ def expert_down(
         num_out=out_PE.shape[1],
         is_gate_up=False,
         itemsize=act_PF.itemsize,
+        shared_bytes=shared_memory_bytes(act_PF.device),
     )
     launch_expert_product(act_PF, down_NEF, slots_P, blocks_B3, weights_TK, out_PE, tiles, top_k=top_k)
     return out_PE

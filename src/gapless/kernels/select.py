@@ -1,4 +1,4 @@
-"""Where the fused kernels run, and the one import of Triton.
+"""Where the fused kernels run, what a GPU has room for, and the one import of Triton.
 
 Triton is imported at the first launch only, so a program on a CPU never pays for it and needs no
 installation. A CUDA device without Triton keeps the torch forward and says so once.
@@ -37,6 +37,34 @@ def launch_options(device: torch.device) -> Mapping[str, bool]:
         return MappingProxyType({"EARLY": False})
     is_early = has_early_launch(device)
     return MappingProxyType({"EARLY": is_early, "launch_pdl": is_early})
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Compute capability 9.0: what was written for Hopper, or measured there, is for no other GPU."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+HOPPER_SHARED_BYTES = 227 << 10
+
+
+@functools.cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have: 99 KiB on GPUs of compute capability 8.6, 8.9 and 12, 163 on
+    8.0, 227 on 9.0 and 10. Without a GPU, or where nobody says, as on Hopper."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
+
+
+def stages_that_fit(num_stages: int, *, stage_bytes: int, other_bytes: int, shared_bytes: int) -> int:
+    """``num_stages`` of a pipelined loop, or fewer where ``shared_bytes`` is less than on Hopper: such GPUs
+    keep what all stages but one have copied. Below 2: not even two fit."""
+    if shared_bytes >= HOPPER_SHARED_BYTES:
+        return num_stages
+    return min(num_stages, 1 + (shared_bytes - other_bytes) // stage_bytes)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a Hopper GPU, without one, and prints the shared memory of each: what the
 interpreter cannot show. Fails where the assembler made a mistake that ``sass.py`` knows. Run by
 ``test_triton_interpreter.py`` in a process of its own, where Triton is not interpreting. ``--all`` compiles
-every shape instead of the largest."""
+every shape instead of the largest, ``--ada`` what a GPU with 99 KiB of shared memory gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from gapless.attention import hopper_kernel, hopper_prefill, triton_decode, triton_kernels, triton_varlen
-from gapless.attention.tile_rules import decode_tile, hopper_tile, prefill_tile
+from gapless.attention.tile_rules import DecodeTile, decode_tile, hopper_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
 _SEGMENTS = ("cu_seqlens", "cu_seqlens_kk")
@@ -32,6 +32,7 @@ def compile_kernel(
     options: dict,
     unaligned: tuple[str, ...] = (),
     source_type: type[ASTSource] = ASTSource,
+    capability: int = 90,
 ) -> int:
     """``unaligned``: arguments that 16 does not divide."""
     signature = dict.fromkeys(kernel.arg_names, "i32")
@@ -58,7 +59,9 @@ def compile_kernel(
         constexprs={(places[name],): value for name, value in constants.items()},
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if capability != 90:
+        return compiled.metadata.shared
     with tempfile.TemporaryDirectory() as folder:
         assembly = disassemble(compiled.asm["cubin"], Path(folder))
     unwritten = unwritten_registers(assembly)
@@ -70,25 +73,43 @@ def compile_kernel(
 
 
 def main() -> None:
+    if "--ada" in sys.argv:
+        for shape in ((4, 128, torch.bfloat16), (2, 256, torch.bfloat16), (1, 128, torch.float32)):
+            compile_paged(*shape, 89, shared_bytes=99 << 10)
+        return
     write = {"NUM_KV_HEADS": 3, "HEAD_SIZE": 40, "BLOCK_SIZE": 16, "ROW_PAD": 128}
     print(compile_kernel(triton_kernels.write_kv_kernel, torch.bfloat16, write, {}))
     shapes = [(4, 128, torch.bfloat16)]
     if "--all" in sys.argv:
         shapes += [(3, 64, torch.bfloat16), (1, 80, torch.float16), (2, 32, torch.float32)]
     for group, head_size, dtype in shapes:
-        common = {
-            "HEAD_SIZE": head_size,
-            "HEAD_PAD": next_power_of_2(head_size),
-            "GROUP": group,
-            "EARLY": True,
-        }
-        both = {
-            **common,
-            "BLOCK_SIZE": 16,
-            "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        }
-        size = {"group": group, "head_size": head_size, "itemsize": dtype.itemsize}
-        prefill = prefill_tile(**size, num_tokens=4096)
+        decode = compile_paged(group, head_size, dtype, 90)
+    merge = {
+        **shared_constants(group, head_size),
+        **decode_constants(decode, group),
+        "SPLITS_PAD": next_power_of_2(decode.num_splits),
+    }
+    print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
+    compile_hopper_kernel([(2, 128, 16)])
+    compile_encoder_kernels([(80, 8192, 8)])
+    if "--all" in sys.argv:
+        compile_hopper_kernel([(1, 128, 16), (8, 128, 128), (3, 64, 24)])
+        compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
+
+
+def compile_paged(
+    group: int, head_size: int, dtype: torch.dtype, capability: int, **limit: int
+) -> DecodeTile:
+    """Prefill and decode; returns the tiles of decode."""
+    common = shared_constants(group, head_size, is_early=capability >= 90)
+    both = {
+        **common,
+        "BLOCK_SIZE": 16,
+        "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+    size = {"group": group, "head_size": head_size, "itemsize": dtype.itemsize, **limit}
+    for num_tokens in (4096,) if capability == 90 else (4096, 256):
+        prefill = prefill_tile(**size, num_tokens=num_tokens)
         constants = {
             **both,
             "PACK": prefill.pack,
@@ -98,26 +119,37 @@ def main() -> None:
             "SPLIT_LOOP": prefill.split_loop,
         }
         options = {"num_warps": prefill.num_warps, "num_stages": prefill.num_stages}
-        print(compile_kernel(triton_kernels.prefill_attention_kernel, dtype, constants, options))
+        kernel = triton_kernels.prefill_attention_kernel
+        print(compile_kernel(kernel, dtype, constants, options, capability=capability))
 
-        decode = decode_tile(**size, max_query_len=1, num_programs=8, max_keys=8192)
-        assert decode is not None
-        constants = {
-            "GROUP_PAD": next_power_of_2(group),
-            "BLOCK_Q": decode.block_q,
-            "BLOCK_N": decode.block_n,
-            "WINDOW": 100,
-        }
-        options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
-        kernel = triton_decode.decode_attention_kernel
-        print(compile_kernel(kernel, dtype, {**both, **constants}, options))
-    merge = {**common, **constants, "SPLITS_PAD": next_power_of_2(decode.num_splits)}
-    print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
-    compile_hopper_kernel([(2, 128, 16)])
-    compile_encoder_kernels([(80, 8192, 8)])
-    if "--all" in sys.argv:
-        compile_hopper_kernel([(1, 128, 16), (8, 128, 128), (3, 64, 24)])
-        compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
+    decode = decode_tile(**size, max_query_len=1, num_programs=8, max_keys=8192)
+    assert decode is not None
+    constants = {**both, **decode_constants(decode, group)}
+    options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
+    print(
+        compile_kernel(
+            triton_decode.decode_attention_kernel, dtype, constants, options, capability=capability
+        )
+    )
+    return decode
+
+
+def shared_constants(group: int, head_size: int, *, is_early: bool = True) -> dict:
+    return {
+        "HEAD_SIZE": head_size,
+        "HEAD_PAD": next_power_of_2(head_size),
+        "GROUP": group,
+        "EARLY": is_early,
+    }
+
+
+def decode_constants(tile: DecodeTile, group: int) -> dict:
+    return {
+        "GROUP_PAD": next_power_of_2(group),
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_N": tile.block_n,
+        "WINDOW": 100,
+    }
 
 
 def compile_hopper_kernel(shapes: list[tuple[int, int, int]]) -> None:

@@ -160,6 +160,8 @@ def test_the_fastest_is_stored_for_every_bucket_and_compiled_once(launched: list
     assert launched == [1, 1]
     biased = Matrices(weights=weights, bias=torch.zeros(192).bfloat16(), is_gated=True)
     compile_products([biased])
+    unaligned = torch.randn(192 * 256 + 1).bfloat16()[1:].view(192, 256)
+    compile_products([Matrices(weights=(unaligned,), bias=None, is_gated=True)])
     assert launched == [1, 1]
 
 

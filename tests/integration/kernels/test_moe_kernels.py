@@ -222,6 +222,21 @@ def test_many_tokens_of_qwen3_30b_get_what_was_fastest(
         assert (tiles.block_o, tiles.num_stages, tiles.num_warps) == (*wanted, 8)
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("is_gate_up", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 32, 128, 512, 2048])
+@pytest.mark.parametrize("kib", [99, 163])
+def test_tiles_fit_a_gpu_with_less_shared_memory_than_hopper(
+    kib: int, num_tokens: int, is_gate_up: bool, itemsize: int
+) -> None:
+    sizes = {"num_experts": 128, "top_k": 8, "num_out": 768 if is_gate_up else 2048, "itemsize": itemsize}
+    tiles = moe.choose_tiles(num_tokens, **sizes, is_gate_up=is_gate_up, shared_bytes=kib << 10)
+    rows = tiles.block_p + tiles.block_o * (2 if is_gate_up else 1)
+    # What Triton 3.6 was seen to take when compiling for compute capability 12.0.
+    assert rows * tiles.block_i * itemsize * (tiles.num_stages - 1) <= kib << 10
+    assert tiles.num_stages >= 2
+
+
 def test_more_experts_of_a_token_than_ranks_have_bits_for_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 127 experts here, not 128"):
         moe.route_tokens(torch.zeros(2, 128), torch.tensor([0, 2], dtype=torch.int32), 128, True, 16)

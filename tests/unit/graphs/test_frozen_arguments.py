@@ -156,3 +156,13 @@ def test_an_input_without_plain_memory_is_refused_by_name(layout: str) -> None:
     made = graphed(lambda x: x * 2, inputs=ROWS, sizes=[2]).capture(torch.ones(2, 3))
     with pytest.raises(GraphError, match=r"input 'x' is a torch.* tensor; graphs need dense ones"):
         made(getattr(torch.ones(2, 3), layout)())
+
+
+@pytest.mark.parametrize("change", [lambda tensor: tensor.t_(), lambda tensor: tensor.resize_(4, 2)])
+def test_the_same_tensor_seen_in_another_way_is_refused(change: Any) -> None:
+    rows, weight = torch.randn(3, 4), torch.randn(4, 4)
+    made = graphed(lambda x, w: x @ w, inputs={"x": Input(dims={0: "rows"})}, sizes=[4]).capture(rows, weight)
+    assert torch.equal(made(rows, weight), rows @ weight)
+    change(weight)
+    with pytest.raises(GraphError, match=r"argument 'w' is another tensor .*the same memory as"):
+        made(rows, weight)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +104,25 @@ def test_who_waits_for_a_kernel_before_they_are_told_does_not_wait_for_ever(
         mode = active_mode.get()
         assert mode is not None
         assert mode.submit("a key", lambda: SimpleNamespace(src=None, metadata=None), built.append).result()
+
+
+def test_kernels_are_held_back_together_not_one_after_the_other(
+    built: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_MOST_HELD_BACK_S", 0.2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    with compiling_ahead(begins_late=True):
+        from triton.runtime._async_compile import active_mode
+
+        mode = active_mode.get()
+        assert mode is not None
+        start = time.monotonic()
+        kernels = [
+            mode.submit(key, lambda: SimpleNamespace(src=None, metadata=None), built.append)
+            for key in range(20)
+        ]
+        kernels[-1].result()
+        assert time.monotonic() - start < 10 * 0.2
 
 
 def scaled(x, out, n, TILE):  # type: ignore[no-untyped-def]

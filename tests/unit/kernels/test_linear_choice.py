@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gapless.kernels import linear, linear_choice, linear_tuner
+from gapless.kernels import linear, linear_choice, linear_tuner, select
 from gapless.kernels.linear import Matrices
 from gapless.kernels.linear_choice import (
     MAX_TOKENS,
@@ -98,6 +98,22 @@ def test_a_damaged_store_costs_one_warning(text: str, caplog: pytest.LogCaptureF
 
 def default_tiles_on_cpu(num_tokens: int) -> Tiles | None:
     return linear_choice.built_in_choice(make_product(num_tokens), CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_tiles"), [((8, 0), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)]
+)
+def test_the_built_in_rule_is_for_hopper_alone(
+    capability: tuple[int, int], has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tiles take up to 196,608 bytes of shared memory, of which others may have 101,376."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    select.is_hopper.cache_clear()
+    try:
+        tiles = linear_choice.built_in_choice(make_product(16), torch.device("cuda", 0))
+    finally:
+        select.is_hopper.cache_clear()
+    assert (tiles is not None) is has_tiles
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(
