@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,19 +138,13 @@ def make_case(shape: Shape, requests: list[tuple[int, int]], *, num_slots: int, 
     )
 
 
-def measure(case: Case, shape: Shape, repeats: int) -> dict[str, float]:
-    """Microseconds a call: median, lowest and highest of ``repeats`` replays."""
-    backend, scale = TritonPagedBackend(), shape.head_size**-0.5
-
-    def call(layer: int) -> None:
-        caches = case.caches[layer % len(case.caches)]
-        backend.attend(case.query_THD, *caches, case.out_THD, case.metadata, scale=scale, window=None)
-
+def replay_times(call: Callable[[int], None], *, layers: int, repeats: int) -> list[float]:
+    """Microseconds a call in each of ``repeats`` replays of a graph that holds one call per layer."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(shape.layers):
+        for layer in range(layers):
             call(layer)
     times = []
     for repeat in range(repeats + 3):
@@ -159,7 +154,19 @@ def measure(case: Case, shape: Shape, repeats: int) -> dict[str, float]:
         end.record()
         end.synchronize()
         if repeat >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / shape.layers)
+            times.append(start.elapsed_time(end) * 1e3 / layers)
+    return times
+
+
+def measure(case: Case, shape: Shape, repeats: int) -> dict[str, float]:
+    """Microseconds a call: median, lowest and highest of ``repeats`` replays."""
+    backend, scale = TritonPagedBackend(), shape.head_size**-0.5
+
+    def call(layer: int) -> None:
+        caches = case.caches[layer % len(case.caches)]
+        backend.attend(case.query_THD, *caches, case.out_THD, case.metadata, scale=scale, window=None)
+
+    times = replay_times(call, layers=shape.layers, repeats=repeats)
     assert not case.out_THD.isnan().any(), "attention left NaN in its output"
     return {
         "us": round(statistics.median(times), 3),

@@ -24,12 +24,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention_kernels import Case, Shape, causal_flop, make_case
+from attention_kernels import Case, Shape, causal_flop, make_case, replay_times
 from torch import Tensor
 
 from gapless.attention.triton_paged import TritonPagedBackend
@@ -239,21 +240,7 @@ def attend_in_fp32(query_THD: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, float]:
     """Microseconds a launch: median, lowest and highest of replays."""
-    attend(case, 0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(arguments.layers):
-            attend(case, layer)
-    times = []
-    for repeat in range(arguments.repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / arguments.layers)
+    times = replay_times(partial(attend, case), layers=arguments.layers, repeats=arguments.repeats)
     return {
         "us": round(statistics.median(times), 2),
         "us_min": round(min(times), 2),

@@ -16,25 +16,12 @@ from gapless.graphs.breakable import eager_break
 from gapless.graphs.capture import capture_pass, capture_program, warm_up
 from gapless.graphs.context import ForwardContext, get_forward_context, use_forward_context
 from gapless.graphs.device import destructors, get_device
-from gapless.graphs.device.cuda import CudaDevice
 from gapless.graphs.device.destructors import wait_for_destructors
 from gapless.graphs.modes import Strategy
 
 pytestmark = pytest.mark.gpu
 
 WIDTH = 64
-
-
-@pytest.fixture
-def cuda() -> CudaDevice:
-    device = get_device("cuda")
-    assert isinstance(device, CudaDevice)
-    return device
-
-
-@pytest.fixture
-def pool(cuda):
-    return cuda.new_pool()
 
 
 def capture(cuda, pool, fn: Callable[[], object], *, strategy: Strategy = Strategy.FULL):

@@ -21,7 +21,6 @@ from torch import Tensor
 from gapless.errors import CaptureError
 from gapless.graphs.breakable import eager_break
 from gapless.graphs.capture import capture_program, warm_up
-from gapless.graphs.device import get_device
 from gapless.graphs.device.cuda import CudaDevice
 from gapless.graphs.device.driver import load_driver
 from gapless.graphs.device.memset_nodes import UNKNOWN
@@ -35,18 +34,6 @@ pytestmark = pytest.mark.gpu
 
 VALUES = {1: 0xA7, 2: 0xBEEF, 4: 0xDEADBEEF}
 """By element size; no two bytes of an element are equal, so that a shifted pattern shows."""
-
-
-@pytest.fixture
-def cuda() -> CudaDevice:
-    device = get_device("cuda")
-    assert isinstance(device, CudaDevice)
-    return device
-
-
-@pytest.fixture
-def pool(cuda):
-    return cuda.new_pool()
 
 
 @pytest.fixture
