@@ -146,7 +146,7 @@ class ParallelRunner:
 
 def _leave(runner: ModelRunner, workers: Workers, group: RankGroup) -> None:
     """The end of all ranks, with or without a ``shutdown``: graphs go before the group, since a communicator
-    waits for those that hold it."""
+    waits for those that hold it, also one that is aborted."""
     is_broken = workers.failure is not None
     try:
         with workers.watching("the end of the ranks", END_LIMIT_S):
@@ -154,8 +154,8 @@ def _leave(runner: ModelRunner, workers: Workers, group: RankGroup) -> None:
                 if not is_broken:
                     with suppress(GaplessError):  # of a rank that goes just now
                         workers.send(None)  # they wait for us where the group ends
-                if not is_broken or group.torch_device.type == "cpu":
-                    runner.shutdown()  # on a GPU kernels may still wait for the rank that is gone
+                if not is_broken or group.torch_device.type == "cpu" or group.becomes_idle():
+                    runner.shutdown()
             finally:
                 group.close()
     finally:

@@ -40,6 +40,8 @@ TIMEOUT_S = 600.0
 """A rank that is alive and does not come is given up after this; one that has died is seen at once."""
 _LEAVE_S = 3.0
 """Leaving a group on GPUs that has lost a rank may not end; then this process can have no other group."""
+_IDLE_S = 3.0
+"""Kernels that were told to wait no longer end in milliseconds; the rest of a step may take longer."""
 _DESTRUCTORS_S = 10.0
 """Thousands of graphs take the driver well under a second."""
 _LOOK_S = 0.1
@@ -74,6 +76,7 @@ class RankGroup(Agreements):
         """By kind of sum, inside ``warming_up``."""
         self._threads_before: int | None = None
         self._is_apart = self._is_capturing = self._is_warm = self._is_closed = False
+        self._aborting: threading.Thread | None = None
         self._owns_world = not dist.is_initialized()
         timeout = timedelta(seconds=timeout_s)
         is_cuda = torch_device.type == "cuda"
@@ -224,11 +227,28 @@ class RankGroup(Agreements):
             leaving.join(_LOOK_S)
         leaving.join(_LEAVE_S)
 
+    def becomes_idle(self, limit_s: float = _IDLE_S) -> bool:
+        """After ``fail``, on a GPU: whether its kernels come to their end, now that nobody is waited for. Not
+        within ``limit_s``: nothing of the device may be freed, for that would wait for them."""
+        ended: list[bool] = []
+
+        def synchronize() -> None:
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.cuda.synchronize(self.torch_device)
+                ended.append(True)
+
+        waiting = threading.Thread(target=synchronize, name="rank-idle", daemon=True)
+        waiting.start()
+        waiting.join(limit_s)
+        return bool(ended)
+
     def _leave(self) -> None:
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)  # the current device is that of a thread
             if self._failure is None:
                 self._forget_graphs()
+            elif self._aborting is not None:
+                self._aborting.join()
         self._board = None
         self._one_shot = None  # to free its memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
@@ -288,9 +308,20 @@ class RankGroup(Agreements):
         if one_shot is not None:
             with suppress(RuntimeError):  # of a device that has failed: nothing waits on it any more
                 one_shot.release_waiting()
-        for group, device in ((self._tensors, self.torch_device), (self._control, _CPU)):
-            with suppress(RuntimeError, AttributeError):
-                group._get_backend(device).abort()
+        if self.torch_device.type != "cuda":
+            _abort_backend(self._tensors, self.torch_device)
+        elif self._aborting is None:
+            # It tells the kernels at once, and then waits until the last graph that holds the communicator
+            # has gone, which is up to whoever called this.
+            arguments = (self._tensors, self.torch_device)
+            self._aborting = threading.Thread(target=_abort_backend, args=arguments, daemon=True)
+            self._aborting.start()
+        _abort_backend(self._control, _CPU)
+
+
+def _abort_backend(group: Any, device: torch.device) -> None:
+    with suppress(RuntimeError, AttributeError):
+        group._get_backend(device).abort()
 
 
 _CPU = torch.device("cpu")

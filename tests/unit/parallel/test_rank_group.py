@@ -210,6 +210,46 @@ def test_a_rank_that_is_lost_while_the_group_is_left_still_ends_what_waits(group
     assert ended == ["aborted"] * 2
 
 
+def test_a_failure_does_not_wait_for_the_graphs_that_hold_a_communicator(monkeypatch):
+    """NCCL's abort returns only when they have gone, which the caller of ``fail`` may have to bring about."""
+    graphs_gone, ended = threading.Event(), []
+
+    class Backend:
+        def abort(self) -> None:
+            if graphs_gone.wait(30):
+                ended.append("aborted")
+
+    lost = object.__new__(RankGroup)
+    lost._tensors = SimpleNamespace(_get_backend=lambda device: Backend())
+    lost._control = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(abort=lambda: None))
+    lost.torch_device, lost._failure, lost._failed = torch.device("cuda", 0), None, threading.Event()
+    lost._one_shot = lost._aborting = None
+    start = time.monotonic()
+    for _ in range(2):
+        lost.fail(RankError("lost"))
+    assert time.monotonic() - start < 10
+    assert not ended
+    graphs_gone.set()
+    lost._aborting.join(30)
+    assert ended == ["aborted"], "once, however often the group fails"
+
+
+def test_a_device_that_does_not_become_idle_is_not_waited_for(monkeypatch):
+    ends = threading.Event()
+    lost = object.__new__(RankGroup)
+    lost.torch_device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ends.wait(30))
+    assert not lost.becomes_idle(0.05)
+    ends.set()
+    assert lost.becomes_idle(30)
+
+    def failed(device: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    assert not lost.becomes_idle(30)
+
+
 def test_a_rank_that_is_lost_while_sums_are_compared_is_not_waited_for(group, monkeypatch):
     """The kernel that compares has no other end."""
     released: list[str] = []
