@@ -1,7 +1,8 @@
 """One rank of two or more that check or time sums in one kernel, each on its GPU. Prints a JSON object
 for each.
 
-``python one_shot_ranks.py check[,time] RANK SIZE PORT``; run by ``test_one_shot_cuda.py``.
+``python one_shot_ranks.py WHAT RANK SIZE PORT``, with check, check_many, time and time_many in WHAT, comma
+between; run by ``test_one_shot_cuda.py``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gapless.kernels.norm import add_rms_norm_into
-from gapless.parallel import one_shot
+from gapless.parallel import bulk_choice, one_shot
+from gapless.parallel.bulk_sum import MAX_PROGRAMS, BulkReducer
 from gapless.parallel.group import RankGroup
 from gapless.parallel.one_shot import OneShotReducer
+from gapless.parallel.one_shot_choice import Reducer
 
 E = 4096
 EPS = 1e-5
 NUM_SETS = 8
 NUM_ROUNDS = 3000
+NUM_BULK_ROUNDS = 1000
 NUM_TIMED = 40
 
 
@@ -33,7 +37,7 @@ class Calls:
     """Sums over ``num_rows`` rows, three with a norm and one without, on inputs of which there are
     ``NUM_SETS`` sets; every rank knows all ranks' inputs, and so the sums in float64."""
 
-    def __init__(self, reducer: OneShotReducer, rank: int, size: int, num_rows: int, dtype: torch.dtype):
+    def __init__(self, reducer: Reducer, rank: int, size: int, num_rows: int, dtype: torch.dtype):
         self.reducer, self.dtype = reducer, dtype
         generator = torch.Generator("cuda").manual_seed(num_rows)
         shape = (size, NUM_SETS, 4, num_rows, E)
@@ -82,18 +86,29 @@ class Calls:
 
 
 def check(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
+    kinds = ((1, torch.bfloat16), (33, torch.bfloat16), (2, torch.float16), (64, torch.bfloat16))
+    return check_calls(group, reducer, kinds, NUM_ROUNDS)
+
+
+def check_many(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
+    kinds = ((300, torch.bfloat16), (129, torch.bfloat16), (2, torch.float16), (600, torch.bfloat16))
+    return check_calls(group, bulk_of(group, reducer), kinds, NUM_BULK_ROUNDS)
+
+
+def bulk_of(group: RankGroup, few: OneShotReducer) -> BulkReducer:
+    where = (group._tensors, group._control, group.torch_device)
+    reducer = BulkReducer(bulk_choice._open(*where, MAX_PROGRAMS, few))
+    group.agree()
+    return reducer
+
+
+def check_calls(
+    group: RankGroup, reducer: Reducer, kinds: tuple[tuple[int, torch.dtype], ...], num_rounds: int
+) -> dict[str, Any]:
     """Graphs of two sizes and eager calls of others, in an order that is the same on all ranks; which rank is
     late differs."""
     order, own = random.Random(5), random.Random(group.rank)
-    all_calls = [
-        Calls(reducer, group.rank, group.size, num_rows, dtype)
-        for num_rows, dtype in (
-            (1, torch.bfloat16),
-            (33, torch.bfloat16),
-            (2, torch.float16),
-            (64, torch.bfloat16),
-        )
-    ]
+    all_calls = [Calls(reducer, group.rank, group.size, num_rows, dtype) for num_rows, dtype in kinds]
     stream = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     checksum = torch.zeros_like(wrong)
@@ -107,7 +122,7 @@ def check(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
             calls.graph.capture_begin(capture_error_mode="thread_local")
             calls.call()
             calls.graph.capture_end()
-        for number in range(NUM_ROUNDS):
+        for number in range(num_rounds):
             calls = all_calls[order.choices(range(4), (5, 5, 1, 1))[0]]
             index = order.randrange(NUM_SETS)
             calls.load(index)
@@ -198,6 +213,31 @@ def time(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
     return found
 
 
+def time_many(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
+    """As ``time``, of many rows."""
+    bulk = bulk_of(group, reducer)
+    found: dict[str, Any] = {}
+    for num_rows in (256, 512, 1024, 2048, 4096):
+        values = torch.zeros(num_rows, E, dtype=torch.bfloat16, device="cuda")
+        weight = torch.ones(E, dtype=torch.bfloat16, device="cuda")
+        rest = (torch.zeros_like(values), weight, EPS, torch.empty_like(values), torch.empty_like(values))
+
+        def fused(values=values, rest=rest) -> None:
+            bulk.sum_add_rms_norm(values, *rest)
+
+        def plain(values=values, rest=rest) -> None:
+            bulk.all_reduce(values)
+            add_rms_norm_into(values, *rest)
+
+        def nccl(values=values, rest=rest) -> None:
+            dist.all_reduce(values, group=group._tensors)
+            add_rms_norm_into(values, *rest)
+
+        row = {way.__name__: seconds(way, group.agree) for way in (fused, plain, nccl)}
+        found[str(num_rows)] = {way: round(value * 1e6, 2) for way, value in row.items()}
+    return found
+
+
 def main(what: str, rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
@@ -207,7 +247,8 @@ def main(what: str, rank: int, size: int, port: int) -> None:
     group.agree()
     with torch.no_grad():
         for name in what.split(","):
-            print(json.dumps({"check": check, "time": time}[name](group, reducer)), flush=True)
+            run = {"check": check, "check_many": check_many, "time": time, "time_many": time_many}[name]
+            print(json.dumps(run(group, reducer)), flush=True)
     torch.cuda.synchronize()
     group.agree()
     group.close()

@@ -17,12 +17,13 @@ pytestmark = [
 ]
 
 
-def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere():
+@pytest.mark.parametrize("what", ["check", "check_many"], ids=["few rows", "many rows"])
+def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere(what: str):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("one_shot_ranks.py")
-    command = [sys.executable, str(script), "check"]
+    command = [sys.executable, str(script), what]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), "2", str(port)],

@@ -30,6 +30,8 @@ from gapless.graphs.device.destructors import wait_for_destructors
 from gapless.kernels.launch import is_compiling_ahead
 from gapless.kernels.norm import add_rms_norm_into
 from gapless.parallel.agreements import Agreements
+from gapless.parallel.bulk_choice import find_bulk
+from gapless.parallel.bulk_sum import BulkReducer
 from gapless.parallel.one_shot import OneShotReducer
 from gapless.parallel.one_shot_choice import find_one_shot
 from gapless.parallel.shard import Shard
@@ -72,6 +74,7 @@ class RankGroup(Agreements):
         self.sums_by = "NCCL" if torch_device.type == "cuda" else "gloo"
         """In words, for the report."""
         self._one_shot: OneShotReducer | None = None
+        self._bulk: BulkReducer | None = None
         self._num_warm_ups: Counter[Any] | None = None
         """By kind of sum, inside ``warming_up``."""
         self._threads_before: int | None = None
@@ -188,16 +191,15 @@ class RankGroup(Agreements):
         }
 
     def find_one_shot(self) -> None:
-        """Sum small tensors in one kernel from now on, where that is there and quicker. Every rank calls it,
-        before anything is captured."""
-        self._one_shot, self.sums_by = find_one_shot(
-            self._tensors,
-            self._control,
-            self.torch_device,
-            agree=self.agree,
-            from_first=self.from_first,
-            on_open=partial(setattr, self, "_one_shot"),
-        )
+        """Sum in one kernel from now on what is small enough, where that is there and quicker: few rows in
+        one way, many in another. Every rank calls it, before anything is captured."""
+        ask: dict[str, Any] = {"agree": self.agree, "from_first": self.from_first}
+        where = (self._tensors, self._control, self.torch_device)
+        keep = partial(setattr, self, "_one_shot")
+        self._one_shot, self.sums_by = find_one_shot(*where, on_open=keep, **ask)
+        if self._one_shot is not None:
+            self._bulk, above = find_bulk(*where, few=self._one_shot, **ask)
+            self.sums_by = f"one kernel up to {self._one_shot.max_bytes} bytes, {above}"
 
     def share_cores(self) -> None:
         """On a CPU: this process takes its part of the threads, unless ``OMP_NUM_THREADS`` says how many each
@@ -250,7 +252,7 @@ class RankGroup(Agreements):
             elif self._aborting is not None:
                 self._aborting.join()
         self._board = None
-        self._one_shot = None  # to free its memory waits for the device
+        self._one_shot = self._bulk = None  # to free their memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
             for group in (None,) if self._owns_world else (self._tensors, self._control):
                 dist.destroy_process_group(group)  # None: all there are
@@ -284,14 +286,17 @@ class RankGroup(Agreements):
         counts[key] += 1
         return counts[key] > NUM_WARM_UPS
 
-    def _one_shot_for(self, partial: Tensor) -> OneShotReducer | None:
+    def _one_shot_for(self, partial: Tensor) -> OneShotReducer | BulkReducer | None:
         """What sums such values in one kernel; None: not that."""
-        if self._one_shot is None or not self._one_shot.serves(partial):
-            return None
+        one_shot: OneShotReducer | BulkReducer | None = self._one_shot
+        if one_shot is None or not one_shot.serves(partial):
+            one_shot = self._bulk
+            if one_shot is None or not one_shot.serves(partial):
+                return None
         if self._is_apart:  # where nobody must wait; a launch that only compiles does not
-            return self._one_shot if is_compiling_ahead() else None
+            return one_shot if is_compiling_ahead() else None
         self._check_capture()
-        return self._one_shot
+        return one_shot
 
     def _check_capture(self) -> None:
         if self.torch_device.type != "cuda" or not torch.cuda.is_current_stream_capturing():

@@ -32,9 +32,10 @@ MAX_ROWS = 128
 MAX_ROW_BYTES = 16 * 1024
 MAX_BYTES = 1024 * 1024
 """Beyond this NCCL is quicker on every machine known."""
-_WORD_BYTES = 4
+WORD_BYTES = 8
+_VALUE_BYTES = 4
 """Of values, in a word of 8."""
-_SLOT_WORDS = MAX_ROW_BYTES // _WORD_BYTES
+_SLOT_WORDS = MAX_ROW_BYTES // _VALUE_BYTES
 NUM_HALVES = 2
 _ALIGNMENT = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,6 +95,11 @@ class OneShotReducer:
             stream = torch.cuda.Stream(device, priority=-1)
             self._release = partial(_copy_on, stream, one, mailbox.released)
 
+    @property
+    def released(self) -> Tensor:
+        """What ``release_waiting`` sets, for other kernels that wait for the same ranks."""
+        return self._mailbox.released
+
     def release_waiting(self) -> None:
         """A rank is gone: let kernels that wait for it go on, those to come too, so that the device becomes
         idle. What they leave is wrong; nobody may use it. Called from another thread than the steps'."""
@@ -101,16 +107,9 @@ class OneShotReducer:
 
     def serves(self, partial_TE: Tensor) -> bool:
         """Whether this sum, over rows of the last dimension, is for the one kernel."""
-        num_bytes = partial_TE.nbytes
-        if not 0 < num_bytes <= self.max_bytes or partial_TE.dtype not in _DTYPES:
-            return False
         row_bytes = partial_TE.shape[-1] * partial_TE.itemsize
-        return (
-            row_bytes <= MAX_ROW_BYTES
-            and row_bytes % _ALIGNMENT == 0
-            and num_bytes <= MAX_ROWS * row_bytes
-            and partial_TE.data_ptr() % _ALIGNMENT == 0
-            and partial_TE.is_contiguous()
+        return 0 < partial_TE.nbytes <= min(self.max_bytes, MAX_ROWS * row_bytes) and has_form_of_sums(
+            partial_TE
         )
 
     def all_reduce(self, partial_TE: Tensor) -> None:
@@ -142,17 +141,39 @@ class OneShotReducer:
         launch(_kernels().sum_ranks_kernel, (partial_TE.numel() // size,), args, constants)
 
 
-def open_mailbox(group: Any, control: Any, torch_device: torch.device) -> Mailbox:
-    """That of this rank of ``group``, whose every member calls this at the same time; ``control`` is a group
-    of the same ranks for the CPU. Nobody may write before all have come back.
+def has_form_of_sums(partial_TE: Tensor) -> bool:
+    """Whether our kernels can read these rows: dtype, length of a row and alignment."""
+    row_bytes = partial_TE.shape[-1] * partial_TE.itemsize
+    return (
+        partial_TE.dtype in _DTYPES
+        and row_bytes <= MAX_ROW_BYTES
+        and row_bytes % _ALIGNMENT == 0
+        and partial_TE.data_ptr() % _ALIGNMENT == 0
+        and partial_TE.is_contiguous()
+    )
 
-    Raises ``RuntimeError`` where the machine or this torch has no symmetric memory, or Triton is missing.
+
+def open_mailbox(group: Any, control: Any, torch_device: torch.device) -> Mailbox:
+    """That of this rank of ``group``. Who calls and what it raises: ``open_memory``."""
+    if not has_fused_kernels(torch_device):
+        raise RuntimeError("no Triton")
+    words, addresses, rank, handles = open_memory(
+        group, control, torch_device, num_words=Mailbox.num_words(group.size())
+    )
+    return Mailbox.of_words(words, addresses, rank=rank, handles=handles)
+
+
+def open_memory(
+    group: Any, control: Any, torch_device: torch.device, *, num_words: int
+) -> tuple[Tensor, list[int], int, tuple[Any, ...]]:
+    """Zeros (int64) that the other ranks can write to, where each rank's begin as this one sees them, this
+    rank, and what has to be kept as long. Every member of ``group`` calls this at the same time; ``control``
+    is a group of the same ranks for the CPU. Nobody may write before all have come back.
+
+    Raises ``RuntimeError`` where the machine or this torch has no symmetric memory.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    if not has_fused_kernels(torch_device):
-        raise RuntimeError("no Triton")
-    num_words = Mailbox.num_words(group.size())
     words = symmetric_memory.empty(num_words, dtype=torch.int64, device=torch_device)
     words.zero_()
     torch.cuda.synchronize(torch_device)
@@ -162,7 +183,7 @@ def open_mailbox(group: Any, control: Any, torch_device: torch.device) -> Mailbo
     addresses = [memory.get_buffer(rank, (num_words,), torch.int64).data_ptr() for rank in ranks]
     if addresses[memory.rank] != words.data_ptr():
         raise RuntimeError("this torch shows a rank's own memory at another address")
-    return Mailbox.of_words(words, addresses, rank=memory.rank, handles=(memory, exchange))
+    return words, addresses, memory.rank, (memory, exchange)
 
 
 def _copy_on(stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
@@ -181,8 +202,8 @@ def _constants(
         num_warps=_num_warps(shape["SIZE_PAD"], dtype.itemsize),
         RANK=rank,
         NUM_RANKS=num_ranks,
-        WORDS=size * dtype.itemsize // _WORD_BYTES,
-        WORDS_PAD=shape["SIZE_PAD"] * dtype.itemsize // _WORD_BYTES,
+        WORDS=size * dtype.itemsize // _VALUE_BYTES,
+        WORDS_PAD=shape["SIZE_PAD"] * dtype.itemsize // _VALUE_BYTES,
         SLOT_WORDS=_SLOT_WORDS,
         SOURCE_WORDS=MAX_ROWS * _SLOT_WORDS,
         HAS_NORM=has_norm,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from gapless.parallel.one_shot import MAX_ROWS, NUM_HALVES, OneShotReducer, open
 
 logger = logging.getLogger(__name__)
 
-_SIZE = 4096
+SIZE = 4096
 """Elements of a row of bfloat16, when the two ways are compared."""
 _NUM_SUMS, _NUM_REPEATS = 20, 5
 
@@ -48,23 +48,23 @@ def find_one_shot(
     try:
         reducer = OneShotReducer(open_mailbox(group, control, torch_device))
     except Exception as error:  # of a machine, or of another torch: NCCL is there in any case
-        reason = _in_one_line(error)
+        reason = in_one_line(error)
     if not agree(reducer is not None) or reducer is None:
         return None, f"NCCL only: no symmetric memory ({reason or 'on another rank'})"
     on_open(reducer)
-    _compile(reducer, torch_device)
-    if (problem := _cannot_launch(reducer, torch_device, agree)) is not None:
+    compile_first(reducer, torch_device)
+    if (problem := cannot_launch(reducer, reducer.release_waiting, torch_device, agree)) is not None:
         return None, f"NCCL only: one-shot sums cannot be launched ({problem})"
-    if not agree(_is_right(reducer, group, torch_device)):
+    if not agree(is_right(reducer, group, torch_device, (1, 3, MAX_ROWS))):
         return None, "NCCL only: one-shot sums differ from NCCL's"
     fastest, num_rows = 0, 1
-    weight_E = torch.ones(_SIZE, dtype=torch.bfloat16, device=torch_device)
+    weight_E = torch.ones(SIZE, dtype=torch.bfloat16, device=torch_device)
     while num_rows <= MAX_ROWS:
-        values_TE = torch.zeros(num_rows, _SIZE, dtype=torch.bfloat16, device=torch_device)
+        values_TE = torch.zeros(num_rows, SIZE, dtype=torch.bfloat16, device=torch_device)
         out = (torch.empty_like(values_TE), torch.empty_like(values_TE))
         args = (values_TE, torch.zeros_like(values_TE), weight_E, 1e-5, *out)
-        one_shot_s = _seconds(partial(reducer.sum_add_rms_norm, *args), agree)
-        nccl_s = _seconds(partial(_by_nccl, *args, group=group), agree)
+        one_shot_s = seconds_of_call(partial(reducer.sum_add_rms_norm, *args), agree)
+        nccl_s = seconds_of_call(partial(by_nccl, *args, group=group), agree)
         if one_shot_s < nccl_s:
             fastest = values_TE.nbytes
         num_rows *= 2
@@ -74,19 +74,38 @@ def find_one_shot(
     return reducer, f"one kernel up to {reducer.max_bytes} bytes, NCCL above"
 
 
-def _compile(reducer: OneShotReducer, torch_device: torch.device) -> None:
+class Reducer(Protocol):
+    """What sums over ranks in one kernel."""
+
+    def all_reduce(self, partial_TE: Tensor) -> None: ...
+
+    def sum_add_rms_norm(
+        self,
+        partial_TE: Tensor,
+        residual_TE: Tensor,
+        weight_E: Tensor,
+        eps: float,
+        sum_TE: Tensor,
+        normed_TE: Tensor,
+    ) -> None: ...
+
+
+def compile_first(reducer: Reducer, torch_device: torch.device) -> None:
     """What is launched below, side by side."""
     if not can_compile_ahead(torch_device):
         return
-    row = torch.zeros(1, _SIZE, dtype=torch.bfloat16, device=torch_device)
+    row = torch.zeros(1, SIZE, dtype=torch.bfloat16, device=torch_device)
     with compiling_ahead():
         for launch in _first_launches(reducer, torch_device):
             launch()
         add_rms_norm_into(row, row, row[0], 1e-5, torch.empty_like(row), torch.empty_like(row))
 
 
-def _cannot_launch(
-    reducer: OneShotReducer, torch_device: torch.device, agree: Callable[[bool], bool]
+def cannot_launch(
+    reducer: Reducer,
+    release_waiting: Callable[[], None],
+    torch_device: torch.device,
+    agree: Callable[[bool], bool],
 ) -> str | None:
     """Why some rank cannot launch one of the kernels, or None. They are launched one after the other, before
     NCCL is asked for anything: where one rank cannot, kernels of the others wait for it, and are released."""
@@ -95,38 +114,40 @@ def _cannot_launch(
         try:
             launch()
         except Exception as error:  # of Triton, whose errors have no class in common
-            problem = _in_one_line(error)
+            problem = in_one_line(error)
         if not agree(problem is None):
-            reducer.release_waiting()
+            release_waiting()
             if torch_device.type == "cuda":
                 torch.cuda.synchronize(torch_device)
             return problem or "on another rank"
     return None
 
 
-def _first_launches(reducer: OneShotReducer, torch_device: torch.device) -> list[Callable[[], None]]:
-    rows = torch.zeros(5, _SIZE, dtype=torch.bfloat16, device=torch_device)[:, None]
+def _first_launches(reducer: Reducer, torch_device: torch.device) -> list[Callable[[], None]]:
+    rows = torch.zeros(5, SIZE, dtype=torch.bfloat16, device=torch_device)[:, None]
     with_norm = (rows[0], rows[1], rows[2][0], 1e-5, rows[3], rows[4])
     return [lambda: reducer.all_reduce(rows[0]), lambda: reducer.sum_add_rms_norm(*with_norm)]
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _by_nccl(partial_TE: Tensor, *others: Any, group: Any) -> None:
+def by_nccl(partial_TE: Tensor, *others: Any, group: Any) -> None:
     dist.all_reduce(partial_TE, group=group)
     add_rms_norm_into(partial_TE, *others)
 
 
-def _is_right(reducer: OneShotReducer, group: Any, torch_device: torch.device) -> bool:
-    """Whether sums of a few sizes equal NCCL's, each in both halves of the memory, alone and with a norm."""
+def is_right(
+    reducer: Reducer, group: Any, torch_device: torch.device, numbers_of_rows: Iterable[int]
+) -> bool:
+    """Whether sums of such sizes equal NCCL's, each in both halves of the memory, alone and with a norm."""
     generator = torch.Generator(device=torch_device).manual_seed(dist.get_rank())
-    weight_E = torch.ones(_SIZE, dtype=torch.bfloat16, device=torch_device)
+    weight_E = torch.ones(SIZE, dtype=torch.bfloat16, device=torch_device)
     is_right = True  # to the end in any case: other ranks, to whom all looks well, wait for this one
-    for num_rows in (1, 3, MAX_ROWS):
+    for num_rows in numbers_of_rows:
         for _ in range(NUM_HALVES):
-            shape = (num_rows, _SIZE)
+            shape = (num_rows, SIZE)
             # Whole numbers, whose sums are exact in any order.
             values_TE = torch.randint(-8, 8, shape, device=torch_device, generator=generator).bfloat16()
             wanted, found, residual_TE = values_TE.clone(), values_TE.clone(), torch.ones_like(values_TE)
@@ -140,7 +161,7 @@ def _is_right(reducer: OneShotReducer, group: Any, torch_device: torch.device) -
     return is_right
 
 
-def _seconds(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:
+def seconds_of_call(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:
     """Of one call, as a node of a graph that all ranks replay at the same time; infinite where a rank cannot
     capture it."""
     stream = torch.cuda.Stream()

@@ -48,7 +48,8 @@ def compile_and_tell(kernel: Any, grid: Any, args: Any, constants: dict[str, Any
         constexprs={(places[name],): value for name, value in fixed.items()},
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": constants["num_warps"], "launch_pdl": True}
+    options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
+    options["launch_pdl"] = True
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")

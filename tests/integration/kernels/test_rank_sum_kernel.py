@@ -3,7 +3,6 @@ memory that they share."""
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import torch
+from rank_processes import residual_and_weight, values_of
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -30,30 +31,13 @@ Work = Callable[[OneShotReducer, int], Any]
 
 
 def run_ranks(num_ranks: int, work: Work, folder: Path, *, gone: Sequence[int] = ()) -> list[Any]:
-    """What ``work(reducer, rank)`` gave on each rank; ranks that are ``gone`` never call anything."""
-    words = [torch.zeros(Mailbox.num_words(num_ranks), dtype=torch.int64) for _ in range(num_ranks)]
-    for one in words:
-        one.share_memory_()  # at the same address in each process that is forked now
+    """What ``work(reducer, rank)`` gave on each rank."""
 
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)
-        box = Mailbox.of_words(words[rank], [one.data_ptr() for one in words], rank=rank)
-        torch.save(work(OneShotReducer(box), rank), folder / f"{rank}.pt")
+    def with_reducer(words: Tensor, addresses: list[int], rank: int) -> Any:
+        return work(OneShotReducer(Mailbox.of_words(words, addresses, rank=rank)), rank)
 
-    context = multiprocessing.get_context("fork")
-    present = [rank for rank in range(num_ranks) if rank not in gone]
-    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in present]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 100
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    stuck = [process for process in processes if process.exitcode is None]
-    for process in stuck:
-        process.kill()
-    assert not stuck, "ranks wait for ever"
-    assert [process.exitcode for process in processes] == [0] * len(present)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in present]
+    num_words = Mailbox.num_words(num_ranks)
+    return rank_processes.run_ranks(num_ranks, num_words, with_reducer, folder, gone=gone)
 
 
 def shapes(seed: int) -> list[tuple[int, int, bool]]:
@@ -61,17 +45,6 @@ def shapes(seed: int) -> list[tuple[int, int, bool]]:
     draw = random.Random(seed)
     sizes = (16, 24, 96, 64)
     return [(draw.choice((1, 2, 3, 5)), draw.choice(sizes), draw.random() < 0.6) for _ in range(NUM_ROUNDS)]
-
-
-def values_of(rank: int, number: int, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    return (torch.randn(num_rows, size, generator=generator) * 3).to(dtype)
-
-
-def residual_and_weight(number: int, num_rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same on all ranks. Rows of the residual lie apart."""
-    wide = values_of(100, number, num_rows, 2 * size, dtype)
-    return wide[:, :size], values_of(101, number, 1, size, dtype)[0]
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, dtype) for dtype in DTYPES] + [(3, torch.bfloat16)])

@@ -361,13 +361,13 @@ def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any)
     monkeypatch.setattr(one_shot_choice, "OneShotReducer", FakeReducer)
     launches = others.pop("launches", [lambda: None])
     monkeypatch.setattr(one_shot_choice, "_first_launches", lambda *_: launches)
-    monkeypatch.setattr(one_shot_choice, "_is_right", lambda *_: others.pop("is_right", True))
+    monkeypatch.setattr(one_shot_choice, "is_right", lambda *_: others.pop("is_right", True))
 
     def seconds(call: Any, agree: Any) -> float:
         values, is_ours = call.args[0], call.func is None
         return 1.0 if is_ours == (values.nbytes <= faster_up_to) else 2.0
 
-    monkeypatch.setattr(one_shot_choice, "_seconds", seconds)
+    monkeypatch.setattr(one_shot_choice, "seconds_of_call", seconds)
     monkeypatch.setattr(
         one_shot_choice, "partial", lambda func, *args, **_: SimpleNamespace(func=func, args=args)
     )

@@ -1,0 +1,165 @@
+"""The kernel that sums many rows over ranks, interpreted: ranks are processes, which really wait for one
+another in memory that they share."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from rank_processes import residual_and_weight, values_of
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from gapless.kernels.norm import fused_add_rms_norm
+from gapless.parallel import bulk_sum
+from gapless.parallel.bulk_sum import BulkReducer, Inbox
+from kernel_oracles import DTYPES, assert_close_to
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with two GPUs tests/gpu covers the compiled kernel"
+)
+
+EPS = 1e-5
+NUM_ROUNDS = 16
+PROGRAMS = 3
+Work = Callable[[BulkReducer, int], Any]
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_sum, "_MEMORY_BYTES", 48 * 1024)
+    bulk_sum._constants.cache_clear()
+
+
+def run_ranks(num_ranks: int, work: Work, folder: Path, *, gone: Sequence[int] = ()) -> list[Any]:
+    """What ``work(reducer, rank)`` gave on each rank."""
+
+    def with_reducer(words: Tensor, addresses: list[int], rank: int) -> Any:
+        released = torch.zeros(1, dtype=torch.int32)
+        inbox = Inbox.of_words(words, addresses, rank=rank, num_programs=PROGRAMS, released=released)
+        return work(BulkReducer(inbox), rank)
+
+    num_words = Inbox.num_words(num_ranks, PROGRAMS)
+    return rank_processes.run_ranks(num_ranks, num_words, with_reducer, folder, gone=gone)
+
+
+def shapes(seed: int) -> list[tuple[int, int, bool]]:
+    """``(rows, size, with norm)`` of each round: fewer rows than programs, as many, more, and uneven."""
+    draw = random.Random(seed)
+    return [
+        (draw.choice((1, 2, 3, 4, 7, 12)), draw.choice((16, 24, 96, 64)), draw.random() < 0.6)
+        for _ in range(NUM_ROUNDS)
+    ]
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, dtype) for dtype in DTYPES] + [(3, torch.bfloat16)])
+def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere(
+    num_ranks: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    rounds = shapes(num_ranks)
+
+    def work(reducer: BulkReducer, rank: int) -> list[Tensor]:
+        found, own = [], random.Random(rank)
+
+        def wait(builder: Any) -> None:
+            """At a program's barriers, one of which lies between its sending and its flag: the others may be
+            one call ahead by then."""
+            time.sleep(own.choice((0.0, 0.0, 0.02)))
+
+        InterpreterBuilder.create_barrier = wait  # of this process only
+        for number, (num_rows, size, has_norm) in enumerate(rounds):
+            if rank == number % 5:
+                time.sleep(0.02)  # late to begin
+            values = values_of(rank, number, num_rows, size, dtype)
+            assert reducer.serves(values)
+            if not has_norm:
+                reducer.all_reduce(values)
+                found.append(values)
+                continue
+            residual, weight = residual_and_weight(number, num_rows, size, dtype)
+            before = values.clone()
+            out = [torch.full((num_rows, size), float("nan"), dtype=dtype) for _ in range(2)]
+            reducer.sum_add_rms_norm(values, residual, weight, EPS, out[0], out[1])
+            assert torch.equal(values, before)
+            found += out
+        return found
+
+    results = run_ranks(num_ranks, work, tmp_path)
+    for other in results[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(other, results[0], strict=True))
+    found = iter(results[0])
+    for number, (num_rows, size, has_norm) in enumerate(rounds):
+        parts = [values_of(rank, number, num_rows, size, dtype) for rank in range(num_ranks)]
+        in_order = parts[0].float()
+        for part in parts[1:]:
+            in_order = in_order + part.float()
+        total = in_order.to(dtype)
+        if has_norm:
+            residual, weight = residual_and_weight(number, num_rows, size, dtype)
+            wanted = fused_add_rms_norm(total, residual, weight, EPS)
+            assert torch.equal(next(found), wanted[0]), "the residual stream is that of two kernels"
+            assert_close_to(next(found), wanted[1])
+        else:
+            assert torch.equal(next(found), total)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_after_the_release(tmp_path: Path) -> None:
+    def work(reducer: BulkReducer, rank: int) -> bool:
+        reducer._inbox.released.fill_(1)
+        for _ in range(3):
+            reducer.all_reduce(torch.ones(5, 16))
+        return True
+
+    assert run_ranks(2, work, tmp_path, gone=[1]) == [True]
+
+
+def test_every_program_counts_every_call_and_counters_may_run_over(tmp_path: Path) -> None:
+    """A flag of the next call may come before one that is waited for was seen, also where numbers wrap."""
+
+    def work(reducer: BulkReducer, rank: int) -> tuple[list[float], list[int]]:
+        reducer._inbox.epochs_P.fill_(2**31 - 3)
+        reducer._inbox.flags.fill_(2**31 - 3)
+        found = []
+        time.sleep(0.5)  # both have set their counters
+        for number in range(6):
+            values = torch.full((1 + 3 * (number % 2), 16), float(number + rank))
+            reducer.all_reduce(values)
+            found.append(values.mean().item())
+        return found, reducer._inbox.epochs_P.tolist()
+
+    wanted = ([1.0, 3.0, 5.0, 7.0, 9.0, 11.0], [-(2**31) + 3] * PROGRAMS)
+    assert run_ranks(2, work, tmp_path) == [wanted] * 2
+
+
+def test_what_one_kernel_can_sum() -> None:
+    words = torch.zeros(Inbox.num_words(2, PROGRAMS), dtype=torch.int64)
+    released = torch.zeros(1, dtype=torch.int32)
+    inbox = Inbox.of_words(words, [0, 0], rank=0, num_programs=PROGRAMS, released=released)
+    room = inbox.region_bytes // (16 * 4)
+    reducer = BulkReducer(inbox)
+    assert reducer.serves(torch.ones(PROGRAMS * room, 16))
+    assert not reducer.serves(torch.ones(PROGRAMS * room + 1, 16)), "the first program has one row more"
+    assert not reducer.serves(torch.ones(0, 16))
+    assert not reducer.serves(torch.ones(4, 3))
+    assert not reducer.serves(torch.ones(4, 16, dtype=torch.float64))
+    assert not reducer.serves(torch.ones(8, 32)[:, :16])
+    assert not BulkReducer(inbox, max_bytes=256).serves(torch.ones(5, 16))
+    assert inbox.flags.numel() >= PROGRAMS
+    assert inbox.rows.numel() * 8 == 2 * PROGRAMS * inbox.region_bytes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_memory_is_divided_among_halves_sources_and_programs(size: int, monkeypatch) -> None:
+    monkeypatch.undo()
+    num_programs = bulk_sum.MAX_PROGRAMS
+    per_program = bulk_sum.region_bytes(size, num_programs)
+    assert per_program % 16 == 0
+    assert 2 * (size - 1) * num_programs * per_program <= 64 * 1024 * 1024
+    assert Inbox.num_words(size, num_programs) * 8 < 65 * 1024 * 1024
+    assert per_program >= 16 * 1024, "a row of any length that is served"
