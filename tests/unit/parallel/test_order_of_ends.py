@@ -32,23 +32,26 @@ def log() -> Log:
     return Log()
 
 
-def group_of(log: Log, device: str) -> Any:
+def group_of(log: Log, device: str, *, becomes_idle: bool = True) -> Any:
     return SimpleNamespace(
         torch_device=torch.device(device),
         shard=SimpleNamespace(group=-7),
         close=log.of("group"),
         agree=lambda: True,
+        becomes_idle=lambda: becomes_idle,
     )
 
 
-def first_rank(log: Log, *, device: str = "cpu", failure: RankError | None = None) -> ParallelRunner:
+def first_rank(
+    log: Log, *, device: str = "cpu", failure: RankError | None = None, becomes_idle: bool = True
+) -> ParallelRunner:
     sizes = ("num_blocks", "block_size", "max_model_len", "max_num_reqs", "max_num_batched_tokens")
     more = dict.fromkeys((*sizes, "vocab_size", "max_steps_ahead"), 1)
     inner: Any = SimpleNamespace(shutdown=log.of("graphs"), media=None, **more)
     workers: Any = SimpleNamespace(
         failure=failure, send=log.of("told"), close=log.of("processes"), watching=lambda *_: nullcontext()
     )
-    group = group_of(log, device)
+    group = group_of(log, device, becomes_idle=becomes_idle)
     register_group(group)
     return ParallelRunner(inner, workers, group)
 
@@ -69,9 +72,15 @@ def test_so_does_one_that_is_forgotten(log: Log, device: str) -> None:
     assert log == ["told", "graphs", "group", "processes"]
 
 
-@pytest.mark.parametrize(("device", "order"), [("cpu", ["graphs", "group"]), ("cuda", ["group"])])
-def test_after_a_failure_nothing_waits_for_kernels_of_a_gpu(log: Log, device: str, order: list[str]) -> None:
-    first_rank(log, device=device, failure=RankError("gone")).shutdown()
+@pytest.mark.parametrize(
+    ("device", "becomes_idle", "order"),
+    [("cpu", False, ["graphs", "group"]), ("cuda", True, ["graphs", "group"]), ("cuda", False, ["group"])],
+)
+def test_after_a_failure_graphs_go_unless_kernels_of_a_gpu_wait_for_ever(
+    log: Log, device: str, becomes_idle: bool, order: list[str]
+) -> None:
+    """An aborted communicator waits for graphs that hold it as any other does."""
+    first_rank(log, device=device, failure=RankError("gone"), becomes_idle=becomes_idle).shutdown()
     assert log == [*order, "processes"]
 
 
