@@ -5,7 +5,7 @@ A prompt with media is token ids in which *placeholder* tokens mark where rows o
 placeholders it fills, in order. Patches are pixels, with a ``Normalisation`` that says which values a tower
 sees, or these values themselves. Invariant: an item's ``num_tokens`` is the sum of its ranges' lengths and
 the number of rows that the encoder makes of it. ``P`` patches, ``C`` values per patch, ``T`` prompt tokens;
-of a patch ``K`` channels, ``R`` times that each is repeated, ``A`` pixels. Read ``processor.py`` for how
+of a patch ``A`` pixels, ``K`` channels, ``R`` times that each is repeated. Read ``processor.py`` for how
 prompts come to be.
 """
 
@@ -29,8 +29,8 @@ class Normalisation:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     num_repeats: int = 1
-    """How often the pixels of a channel follow each other in a patch: those of a still picture are kept once
-    and fill every moment."""
+    """How often the values of a channel follow each other in a patch: the pixels of a still picture are kept
+    once and fill every moment."""
 
     def table(self) -> np.ndarray:
         """``[3, 256]`` float32, not to be written: every byte's value, in the steps and precisions of
@@ -44,8 +44,9 @@ class MediaItem:
 
     kind: MediaKind
     patches_PC: np.ndarray
-    """In the order the tower expects (blocks of ``merge_size`` squared patches): float32 values, or uint8
-    pixels with a ``normalisation``, of which a patch has ``C / num_repeats``."""
+    """In the order the tower expects (blocks of ``merge_size`` squared patches): float32 values, those of a
+    channel together; or uint8 pixels with a ``normalisation``, the channels of a pixel together, of which a
+    patch has ``C / num_repeats`` bytes."""
     grid_thw: tuple[int, int, int]
     """Temporal, vertical and horizontal patches; their product is ``P``."""
     content_hash: bytes
@@ -71,11 +72,11 @@ class MediaItem:
 
         tables, num_repeats = self.normalisation.table(), self.normalisation.num_repeats
         num_patches, num_bytes = self.patches_PC.shape
-        pixels_PKA = self.patches_PC.reshape(num_patches, len(tables), -1)
+        pixels_PAK = self.patches_PC.reshape(num_patches, -1, len(tables))
         shape = (num_patches, len(tables), num_repeats, num_bytes // len(tables))
         values_PKRA = np.empty(shape, np.float32)
         for channel, table in enumerate(tables):
-            values_PKRA[:, channel] = table[pixels_PKA[:, channel]][:, None]
+            values_PKRA[:, channel] = table[pixels_PAK[..., channel]][:, None]
         return values_PKRA.reshape(num_patches, num_bytes * num_repeats)
 
 
