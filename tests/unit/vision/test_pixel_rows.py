@@ -35,7 +35,7 @@ def item_of(values_PKA: np.ndarray, normalisation: Normalisation | None) -> Medi
         kind="image",
         patches_PC=patches_PC,
         grid_thw=grid,
-        content_hash=b"",
+        known_hash=b"",
         ranges=((0, 1),),
         normalisation=normalisation,
     )
