@@ -32,9 +32,7 @@ class EmbeddingCache:
         self.num_encoded = 0
         self.num_evicted = 0
         self._items: OrderedDict[Content, EncodedMedia] = OrderedDict()  # least recently used first
-        self._pins: dict[
-            Sequence, dict[Content, int]
-        ] = {}  # index behind the last row needed
+        self._pins: dict[Sequence, dict[Content, int]] = {}  # index behind the last row needed
 
     def __len__(self) -> int:
         return len(self._items)
