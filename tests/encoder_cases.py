@@ -73,7 +73,7 @@ def media(tower: VisionTower, grid: Grid, *, seed: int = 0, is_pixels: bool = Fa
         kind="image" if frames == 1 else "video",
         patches_PC=values,
         grid_thw=grid,
-        content_hash=repr((seed, grid)).encode(),
+        known_hash=repr((seed, grid)).encode(),
         ranges=((0, merged),),
     )
 

@@ -104,7 +104,7 @@ def pixels_item(num_patches: int, size: int, num_repeats: int, *, seed: int) -> 
         kind="image",
         patches_PC=random.reshape(num_patches, -1),
         grid_thw=(1, 1, num_patches),
-        content_hash=b"",
+        known_hash=b"",
         ranges=((0, 1),),
         normalisation=Normalisation(
             rescale_factor=1 / 255,

@@ -3,7 +3,8 @@
 An image that several requests show, or one request in several chunks, is encoded once. A sequence *pins* an
 item from the step that reads its first row to the step that reads its last, so that eviction cannot come in
 between. Invariants: what is not pinned never exceeds the capacity, oldest use goes first; values are copies
-that nobody writes to. Read ``media.py`` for who encodes.
+that nobody writes to. A content's name is its hash; where nothing is kept, the item itself will do, which
+nobody has to hash. Read ``media.py`` for who encodes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from typing import Any
 
 from gapless.engine.request import Sequence
 from gapless.models.vision.base import EncodedMedia
+from gapless.multimodal.items import MediaItem
+
+Content = bytes | MediaItem
+"""What names it: as long as an item does, it is alive, and no other can have its name."""
 
 
 class EmbeddingCache:
-    """``capacity_bytes`` 0 keeps nothing but what is pinned."""
+    """``capacity_bytes`` 0 keeps nothing but what is pinned, and shares nothing: an item is its own name."""
 
     def __init__(self, *, capacity_bytes: int) -> None:
         assert capacity_bytes >= 0, f"capacity_bytes={capacity_bytes}"
@@ -26,35 +31,39 @@ class EmbeddingCache:
         """Items that a step needed and found, once for each step and sequence."""
         self.num_encoded = 0
         self.num_evicted = 0
-        self._items: OrderedDict[bytes, EncodedMedia] = OrderedDict()  # least recently used first
-        self._pins: dict[Sequence, dict[bytes, int]] = {}  # content → index behind the last row needed of it
+        self._items: OrderedDict[Content, EncodedMedia] = OrderedDict()  # least recently used first
+        self._pins: dict[Sequence, dict[Content, int]] = {}  # index behind the last row needed
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __contains__(self, content: bytes) -> bool:
+    def __contains__(self, content: Content) -> bool:
         return content in self._items
+
+    def content_of(self, item: MediaItem) -> Content:
+        """Under which name it is here."""
+        return item.content_hash if self.capacity_bytes else item
 
     @property
     def num_pinned(self) -> int:
         """Different contents that some sequence still needs, there or not."""
         return len(self._pinned())
 
-    def get(self, content: bytes) -> EncodedMedia | None:
+    def get(self, content: Content) -> EncodedMedia | None:
         """Counts as a use."""
         found = self._items.get(content)
         if found is not None:
             self._items.move_to_end(content)
         return found
 
-    def put(self, content: bytes, media: EncodedMedia) -> None:
+    def put(self, content: Content, media: EncodedMedia) -> None:
         """Nothing is evicted before ``trim``: several items may be needed together."""
         assert content not in self._items, "an item that is there was encoded again"
         self._items[content] = media
         self.num_bytes += num_bytes_of(media)
         self.num_encoded += 1
 
-    def pin(self, sequence: Sequence, content: bytes, *, until: int) -> None:
+    def pin(self, sequence: Sequence, content: Content, *, until: int) -> None:
         """``sequence`` needs ``content`` until it has computed ``until`` tokens."""
         pins = self._pins.setdefault(sequence, {})
         pins[content] = max(until, pins.get(content, 0))
@@ -116,7 +125,7 @@ class EmbeddingCache:
             if self.num_bytes <= down_to:
                 return
 
-    def _pinned(self) -> set[bytes]:
+    def _pinned(self) -> set[Content]:
         return {content for pins in self._pins.values() for content in pins}
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gapless.engine.embedding_cache import EmbeddingCache
+from gapless.engine.embedding_cache import Content, EmbeddingCache
 from gapless.engine.media_buffers import MediaBuffers
 from gapless.engine.request import Sequence
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
@@ -67,18 +67,19 @@ class StepMedia:
         self._spans = list(find_spans(batch.entries))
         if not self._spans:
             return {}
-        missing: dict[bytes, MediaItem] = {}
+        missing: dict[Content, MediaItem] = {}
         for position, item in dict.fromkeys((span.position, span.item) for span in self._spans):
-            content = item.content_hash
+            content = self.cache.content_of(item)
             self.cache.pin(batch.entries[position].sequence, content, until=_end(item))
             if content in self.cache or content in missing:
                 self.cache.num_hits += 1
             else:
                 missing[content] = item
         failed = self._encode(list(missing.values())) if missing else {}
-        self._spans = [span for span in self._spans if span.item.content_hash not in failed]
+        if failed:
+            self._spans = [s for s in self._spans if self.cache.content_of(s.item) not in failed]
         self.cache.trim()
-        return _failures(batch.entries, failed)
+        return self._failures(batch.entries, failed) if failed else {}
 
     def stage(self, batch: ScheduledBatch, num_tokens: int) -> np.ndarray:
         """Put the rows of ``batch`` where its step reads them; ``is_media`` of its tokens, int32.
@@ -94,7 +95,7 @@ class StepMedia:
         for position, item, row, first, num_rows in self._spans:
             if batch.entries[position].is_stale:
                 continue  # another of its items has failed
-            media = self.cache.get(item.content_hash)
+            media = self.cache.get(self.cache.content_of(item))
             assert media is not None, "a pinned item was evicted"
             self._buffers.write(row, media, first, num_rows)
             is_media_T[row : row + num_rows] = 1
@@ -130,7 +131,7 @@ class StepMedia:
         self.cache.clear()
         self.encoder.release()
 
-    def _encode(self, items: Seq[MediaItem]) -> dict[bytes, str]:
+    def _encode(self, items: Seq[MediaItem]) -> dict[Content, str]:
         """Put ``items`` into the cache, together where that works; by content, why one is not there."""
         try:
             self._store(items)
@@ -139,7 +140,7 @@ class StepMedia:
                 return {c: m for item in items for c, m in self._encode([item]).items()}
             item = items[0]
             logger.error("the %s of grid %s cannot be encoded", item.kind, item.grid_thw, exc_info=error)
-            return {item.content_hash: f"{type(error).__name__}: {error}"}
+            return {self.cache.content_of(item): f"{type(error).__name__}: {error}"}
         return {}
 
     def _store(self, items: Seq[MediaItem]) -> None:
@@ -148,12 +149,21 @@ class StepMedia:
         for item, media in zip(items, made, strict=True):
             self._check(item, media)
         for item, media in zip(items, made, strict=True):
-            self.cache.put(item.content_hash, media)
+            self.cache.put(self.cache.content_of(item), media)
 
     def _check(self, item: MediaItem, media: EncodedMedia) -> None:
         num_rows, features = len(media.embeds_NE), media.deepstack_LNE
         if num_rows != item.num_tokens or (features is not None and features.shape[1] != num_rows):
             raise GaplessError(f"the encoder made {num_rows} rows for {item.num_tokens} placeholders")
+
+    def _failures(self, entries: Seq[ScheduledSequence], failed: dict[Content, str]) -> dict[int, str]:
+        failures: dict[int, str] = {}
+        for position, item, *_ in find_spans(entries):
+            message = failed.get(self.cache.content_of(item))
+            if message is not None and position not in failures:
+                where = item.ranges[0][0]
+                failures[position] = f"the {item.kind} at prompt token {where} cannot be encoded: {message}"
+        return failures
 
 
 def find_spans(entries: Iterable[ScheduledSequence]) -> Iterator[Span]:
@@ -172,14 +182,3 @@ def find_spans(entries: Iterable[ScheduledSequence]) -> Iterator[Span]:
 def _end(item: MediaItem) -> int:
     start, length = item.ranges[-1]
     return start + length
-
-
-def _failures(entries: Seq[ScheduledSequence], failed: dict[bytes, str]) -> dict[int, str]:
-    failures: dict[int, str] = {}
-    if failed:
-        for position, item, *_ in find_spans(entries):
-            message = failed.get(item.content_hash)
-            if message is not None and position not in failures:
-                where = item.ranges[0][0]
-                failures[position] = f"the {item.kind} at prompt token {where} cannot be encoded: {message}"
-    return failures

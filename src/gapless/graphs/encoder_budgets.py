@@ -52,13 +52,16 @@ def ceil_to(value: int, granule: int) -> int:
 
 DEFAULT_FINE_FROM = 512
 """Below, a replay costs about what its kernels cost to start, padding or not; above, what its rows do."""
+_STEPS_AT_FIRST, _STEPS = 4, 2
+"""To the next power of two: of the sizes that pictures have most often, and above."""
 
 
 def budget_ladder(
     *, smallest: int, largest: int, granule: int = 1, fine_from: int | None = None
 ) -> tuple[int, ...]:
-    """``smallest`` doubled again and again, from ``fine_from`` on with the size halfway to the next, and
-    ``largest`` itself; whole granules, ascending.
+    """``smallest`` doubled again and again, and ``largest`` itself; from ``fine_from`` on also the size
+    halfway to the next, and those of a quarter and three quarters up to twice ``fine_from``. Whole granules,
+    ascending.
 
     Raises ``ConfigError`` for a size that is not positive.
     """
@@ -68,9 +71,10 @@ def budget_ladder(
     size = ceil_to(smallest, granule)
     while size < largest:
         ladder.add(ceil_to(size, granule))
-        halfway = ceil_to(size + size // 2, granule)
-        if fine_from is not None and size >= fine_from and halfway < largest:
-            ladder.add(halfway)
+        if fine_from is not None and size >= fine_from:
+            num_steps = _STEPS_AT_FIRST if size < 2 * fine_from else _STEPS
+            between = (ceil_to(size + size * step // num_steps, granule) for step in range(1, num_steps))
+            ladder.update(budget for budget in between if budget < largest)
         size *= 2
     return tuple(sorted(ladder))
 

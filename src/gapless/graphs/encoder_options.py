@@ -40,9 +40,10 @@ class EncoderFallback(enum.StrEnum):
 class EncoderOptions:
     """``max_tokens`` is the largest run in a graph: the largest budget of budget mode, ``max_content_len`` of
     exact mode. ``budgets`` is an explicit list instead of the ladder that starts at ``smallest_budget``,
-    doubles, and from ``fine_from`` on also has the size halfway to the next (None: it only doubles).
-    ``max_graphs`` and ``max_bytes`` (of the pool) bound the graphs of either mode: exact ones are evicted,
-    budgets that do not fit are given up, the largest first. Raises ``ConfigError``.
+    doubles, and from ``fine_from`` on also has sizes in between: steps of a quarter up to twice that, of a
+    half above (None: it only doubles). ``max_graphs`` and ``max_bytes`` (of the pool) bound the graphs of
+    either mode: exact ones are evicted, budgets that do not fit are given up, the largest first. Raises
+    ``ConfigError``.
     """
 
     mode: EncoderMode = EncoderMode.BUDGET

@@ -2,9 +2,11 @@
 
 A processor scales and normalises every byte of a channel alike, so a byte's value is looked up in a table of
 256: the bits are those that the processor would have made on the host, and a quarter of the bytes of float32
-are uploaded. A still picture fills every moment of its patches: its pixels are uploaded once and written
-several times. This happens on the way into a graph's input, not in the graph. ``P`` patches, ``K`` channels,
-``A`` bytes of a channel, ``R`` times that they are written.
+are uploaded. Pixels come with their channels side by side, as pictures have them, and leave with each channel
+by itself: on the host that would take longer than all else. A still picture fills every moment of its
+patches: its pixels are uploaded once and written several times. This happens on the way into a graph's input,
+not in the graph. ``P`` patches, ``A`` pixels, ``K`` channels, ``B`` bytes of a patch (``A * K``), ``R`` times
+that values are written.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _CONSTANTS = Constants(TILE=256, num_warps=2)
 def write_values(
     bytes_PB: Tensor, table_KV: Tensor, num_repeats: int, values_PC: Tensor, *, is_fused: bool | None = None
 ) -> None:
-    """``values[p, k, r, a] = table[k, bytes[p, k, a]]``: ``[P, K * A]`` uint8, ``[K, 256]`` and
+    """``values[p, k, r, a] = table[k, bytes[p, a, k]]``: ``[P, A * K]`` uint8, ``[K, 256]`` and
     ``[P, K * R * A]``, the last two of one dtype; all contiguous. ``is_fused``: by the kernel or by torch
     operations, by default as the device allows. Raises ``ConfigError`` for other shapes and types."""
     values_writer(bytes_PB, table_KV, num_repeats, values_PC, is_fused=is_fused)()
@@ -62,10 +64,10 @@ def values_writer(
 
 def _look_up(bytes_PB: Tensor, table_KV: Tensor, num_repeats: int, values_PC: Tensor) -> None:
     num_patches, num_channels = bytes_PB.shape[0], table_KV.shape[0]
-    bytes_PKA = bytes_PB.view(num_patches, num_channels, -1)
+    bytes_PAK = bytes_PB.view(num_patches, -1, num_channels)
     values_PKRA = values_PC.view(num_patches, num_channels, num_repeats, -1)
     for channel in range(num_channels):
-        index = bytes_PKA[:, channel].int().reshape(-1)
+        index = bytes_PAK[..., channel].int().reshape(-1)
         values_PKRA[:, channel] = table_KV[channel].index_select(0, index).view(num_patches, 1, -1)
 
 

@@ -83,7 +83,8 @@ def decode_image(data: bytes, *, limits: MediaLimits = DEFAULT_LIMITS, name: str
 
 
 def to_rgb(image: Image.Image, *, limits: MediaLimits = DEFAULT_LIMITS, name: str = "image") -> Image.Image:
-    """A new RGB image of an opened one, upright. Raises ``RequestError``."""
+    """An upright RGB image of an opened one: that itself where it is all this and has no file. Raises
+    ``RequestError``."""
     _check_size(image.size, limits, name)
     turn = _TURNS.get(_orientation(image))
     try:
@@ -158,7 +159,7 @@ def _converted(image: Image.Image, name: str) -> Image.Image:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, pixels).convert("RGB")
     if image.mode == "RGB":
-        return image.copy()
+        return image if type(image) is Image.Image else image.copy()
     return image.convert("RGB")
 
 

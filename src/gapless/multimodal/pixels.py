@@ -2,9 +2,10 @@
 
 The rules are those of Transformers' processors for these models: both sides become multiples of a token's
 pixels, the area is brought within limits, and patches come out in blocks that the tower's merger joins to
-tokens. They stay bytes, with the normalisation that a tower's input has: it is done where the tower runs, to
-the same bits as in Transformers. ``F`` frames, ``H`` height, ``W`` width, ``P`` patches, ``C`` values of a
-patch (channels, time, rows, columns). Read ``processor_config.py`` for where settings come from.
+tokens. They stay bytes, pixel by pixel, with the normalisation that a tower's input has: that is done, and
+colours are parted, where the tower runs, to the same bits as in Transformers. ``F`` frames, ``H`` height,
+``W`` width, ``P`` patches, ``B`` bytes of a patch (time, rows, columns, colours). Read
+``processor_config.py`` for where settings come from.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def resized(
 
 
 def patches(settings: PixelSettings, pixels_FHW3: np.ndarray, grid_thw: tuple[int, int, int]) -> np.ndarray:
-    """``[P, C]`` uint8, of ``normalisation``; the last frame is repeated until frames fill the grid's steps.
+    """``[P, B]`` uint8, of ``normalisation``; the last frame is repeated until frames fill the grid's steps.
     A single frame's pixels are in a patch once."""
     steps, grid_h, grid_w = grid_thw
     patch, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
@@ -86,15 +87,13 @@ def patches(settings: PixelSettings, pixels_FHW3: np.ndarray, grid_thw: tuple[in
     if num_frames < steps * depth:
         last_FHW3 = np.repeat(pixels_FHW3[-1:], steps * depth - num_frames, axis=0)
         pixels_FHW3 = np.concatenate([pixels_FHW3, last_FHW3])
-    # First whole rows of patches move, then the colours of a patch part, in the first cache: a fifth quicker
-    # than both in one step.
+    # Whole rows of patches move: to part the colours, too, took 13 times as long.
     row = np.dtype((np.void, 3 * patch))
     rows = pixels_FHW3.reshape(
         steps, -1, grid_h // merge, merge, patch, grid_w // merge, merge, 3 * patch
     ).view(row)[..., 0]
     rows_of_patches = np.ascontiguousarray(rows.transpose(0, 2, 5, 3, 6, 1, 4))
-    pixels_PA3 = rows_of_patches.view(np.uint8).reshape(steps * grid_h * grid_w, -1, 3)
-    return pixels_PA3.transpose(0, 2, 1).reshape(len(pixels_PA3), -1)
+    return rows_of_patches.view(np.uint8).reshape(steps * grid_h * grid_w, -1)
 
 
 def normalisation(settings: PixelSettings, pixels_FHW3: np.ndarray) -> Normalisation:

@@ -9,7 +9,6 @@ and may be called from many threads. Read ``pixels.py`` and ``positions.py`` for
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -233,19 +232,9 @@ class _Plan:
             kind=source.kind,
             patches_PC=patches(source.settings, pixels_FHW3, source.grid_thw),
             grid_thw=source.grid_thw,
-            content_hash=_content_hash(source, pixels_FHW3),
             ranges=self.ranges,
             normalisation=normalisation(source.settings, pixels_FHW3),
         )
-
-
-def _content_hash(source: _Source, pixels_FHW3: np.ndarray) -> bytes:
-    """Patches follow from resized pixels, grid and settings. Pictures are strangers' work, so the hash is a
-    cryptographic one; of those, processors have instructions for SHA-256 (a third of BLAKE2's time)."""
-    digest = hashlib.sha256()
-    digest.update(repr((source.kind, source.grid_thw, pixels_FHW3.shape, source.settings)).encode())
-    digest.update(np.ascontiguousarray(pixels_FHW3).data)
-    return digest.digest()
 
 
 def _image_source(image: Image.Image | np.ndarray, settings: PixelSettings, *, name: str) -> _Source:

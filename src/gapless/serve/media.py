@@ -160,6 +160,8 @@ class MediaDesk:
             except RequestError as error:
                 raise ApiError(str(error), param=name, code="invalid_value") from None
         prompt = self._processor.prompt(token_ids, images=images, videos=videos, max_tokens=max_tokens)
+        for item in prompt.items:
+            _ = item.content_hash  # computed here, on a thread of its own, and kept
         seconds = time.perf_counter() - start
         with self._lock:
             self._metrics.media_items.update(placed.part.media_kind or "" for placed in parts)

@@ -63,6 +63,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, prompt: MediaPrompt) -> Media:
+        """Hashes what nobody has hashed, which takes its time."""
         parts = [
             MediaPart(
                 kind=item.kind,
@@ -82,7 +83,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
                 kind=part.kind,
                 patches_PC=part.patches_PC,
                 grid_thw=part.grid_thw,
-                content_hash=part.content_hash,
+                known_hash=part.content_hash,
                 ranges=tuple(part.ranges),
                 normalisation=part.normalisation,
             )

@@ -247,6 +247,15 @@ def test_one_image_in_several_requests_is_encoded_once(engines: Any) -> None:
     assert opened.runner.report()["media"]["embedding_cache"]["encoded"] == 1
 
 
+def test_without_a_cache_every_request_has_its_own_image_encoded(engines: Any) -> None:
+    opened, encoder = engines(mm_embedding_cache_tokens=0)
+    prompts = {name: media_prompt([1], (b"aaaa", 2, 3), [2]) for name in ("x", "y")}
+    outputs = run(EngineCore(opened.runner), prompts)
+    assert sorted(name for call in encoder.calls for name in call) == [b"aaaa"] * 2
+    assert len({tuple(c.token_ids) for o in outputs.values() for c in o.outputs}) == 1
+    assert opened.runner.report()["media"]["embedding_cache"]["items"] == 0
+
+
 def test_cached_embeddings_never_change(engines: Any) -> None:
     opened, encoder = engines()
     core = EngineCore(opened.runner)

@@ -97,7 +97,7 @@ def media_prompt(*parts: list[int] | tuple[bytes, int, int]) -> MediaPrompt:
                 kind="image",
                 patches_PC=np.zeros((4 * rows * columns, 1), dtype=np.float32),
                 grid_thw=(1, 2 * rows, 2 * columns),
-                content_hash=content,
+                known_hash=content,
                 ranges=((block.start, block.num_tokens),),
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from gapless.engine.embedding_cache import EmbeddingCache, num_bytes_of
 from gapless.engine.request import Request, Sequence
 from gapless.models.vision.base import EncodedMedia
+from gapless.multimodal.items import MediaItem
 from gapless.sampling.params import SamplingParams
 
 ROW = 16  # bytes of one row of four float32
@@ -29,8 +31,23 @@ def sequence() -> Sequence:
     return Sequence(request=request, index=0, seed=0, token_ids=[1], block_table=[])
 
 
+def item_of(pixel: int) -> MediaItem:
+    patches_PC = np.full((4, 12), pixel, np.uint8)
+    return MediaItem(kind="image", patches_PC=patches_PC, grid_thw=(1, 2, 2), ranges=((0, 1),))
+
+
 def names(cache: EmbeddingCache) -> set[bytes]:
     return {name for name in (bytes([i]) for i in range(32)) if name in cache}
+
+
+def test_contents_are_named_by_their_hash_and_only_where_something_is_kept():
+    one, same, other = item_of(1), item_of(1), item_of(2)
+    nothing_kept = EmbeddingCache(capacity_bytes=0)
+    assert nothing_kept.content_of(one) is one
+    assert nothing_kept.content_of(one) != nothing_kept.content_of(same)
+    assert "content_hash" not in vars(one), "that takes time"
+    cache = EmbeddingCache(capacity_bytes=ROW)
+    assert cache.content_of(one) == cache.content_of(same) != cache.content_of(other)
 
 
 def test_deepstack_features_count_as_bytes():

@@ -78,22 +78,22 @@ def test_ladders(smallest, largest, granule, expected) -> None:
 @pytest.mark.parametrize(
     ("largest", "granule", "fine_from", "expected"),
     [
-        (8192, 4, 1024, (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)),
+        (8192, 4, 1024, (512, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192)),
         (8192, 4, None, (512, 1024, 2048, 4096, 8192)),
-        (5476, 4, 1024, (512, 1024, 1536, 2048, 3072, 4096, 5476)),
+        (5476, 4, 1024, (512, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 5476)),
         (1200, 4, 1024, (512, 1024, 1200)),
-        (1536, 4, 1024, (512, 1024, 1536)),
-        (2100, 36, 600, (540, 1080, 1620, 2124)),
+        (1536, 4, 1024, (512, 1024, 1280, 1536)),
+        (2100, 36, 600, (540, 1080, 1368, 1620, 1908, 2124)),
     ],
 )
-def test_large_sizes_have_steps_of_a_half(largest, granule, fine_from, expected) -> None:
+def test_large_sizes_have_steps_in_between(largest, granule, fine_from, expected) -> None:
     ladder = budget_ladder(smallest=512, largest=largest, granule=granule, fine_from=fine_from)
     assert ladder == expected
 
 
 @few
 @given(st.integers(1, 64), st.integers(1, 9000), st.integers(1, 36))
-def test_steps_of_a_half_only_add_sizes(smallest, largest, granule) -> None:
+def test_steps_in_between_only_add_sizes(smallest, largest, granule) -> None:
     sizes = {"smallest": smallest, "largest": largest, "granule": granule}
     fine, coarse = budget_ladder(**sizes, fine_from=1024), budget_ladder(**sizes)
     assert set(coarse) <= set(fine)
@@ -101,12 +101,14 @@ def test_steps_of_a_half_only_add_sizes(smallest, largest, granule) -> None:
     assert all(size % granule == 0 and size > 1024 for size in set(fine) - set(coarse))
     for lower, upper in itertools.pairwise(size for size in fine if size >= 2048):
         assert upper <= 1.5 * lower + 2 * granule
+    for lower, upper in itertools.pairwise(size for size in fine if 1024 <= size < 2048):
+        assert upper <= 1.25 * lower + 2 * granule
 
 
 def test_images_of_1024_pixels_run_in_fewer_rows_than_the_next_power_of_two() -> None:
     ladder = EncoderOptions().ladder(4)
     assert next(size for size in ladder if size >= 5476) == 6144
-    assert ladder == (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+    assert ladder == (64, 128, 256, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
     assert EncoderOptions(fine_from=None).ladder(4) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 

@@ -32,7 +32,7 @@ def test_the_kernel_writes_what_is_in_the_table_and_nothing_else(
     for patch, channel, moment in ((0, 0, 0), (num_patches - 1, 2, num_repeats - 1)):
         if num_patches:
             row = room[patch].view(3, num_repeats, size)[channel, moment]
-            assert torch.equal(row, table_KV[channel][bytes_PB[patch].view(3, size)[channel].long()])
+            assert torch.equal(row, table_KV[channel][bytes_PB[patch].view(size, 3)[:, channel].long()])
 
 
 def test_other_shapes_and_types_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -304,7 +305,7 @@ def test_items_follow_their_placeholders_whatever_their_kind() -> None:
     assert [item.num_tokens for item in made.items] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("change", ["pixels", "grid", "mean"])
+@pytest.mark.parametrize("change", ["pixels", "grid", "mean", "kind", "repeats"])
 def test_other_contents_have_other_hashes(change: str, tmp_path: Path) -> None:
     first = processor_for("qwen3_vl").prompt(IMAGE_PROMPT, images=[random_image(16, 8)]).items[0]
     processor, image = processor_for("qwen3_vl"), random_image(16, 8)
@@ -315,6 +316,11 @@ def test_other_contents_have_other_hashes(change: str, tmp_path: Path) -> None:
     else:
         processor = changed_processor(tmp_path, image_mean=[0.1, 0.1, 0.1])
     second = processor.prompt(IMAGE_PROMPT, images=[image]).items[0]
+    if change == "kind":
+        second = replace(second, kind="video")
+    elif change == "repeats":
+        assert second.normalisation is not None
+        second = replace(second, normalisation=replace(second.normalisation, num_repeats=1))
     again = processor_for("qwen3_vl").prompt("a" + IMAGE_PROMPT, images=[random_image(16, 8)]).items[0]
     assert first.content_hash != second.content_hash
     assert first.content_hash == again.content_hash

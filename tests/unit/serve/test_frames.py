@@ -28,7 +28,7 @@ def media(num_patches: int = 6) -> Media:
             patches_PC=patches,
             normalisation=PIXELS if kind == "image" else None,
             grid_thw=(1, 2, num_patches // 2),
-            content_hash=bytes([seed]) * 32,
+            known_hash=bytes([seed]) * 32,
             ranges=((seed, 3), (seed + 4, 2)),
         )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from PIL import Image
 
 from gapless.config_media import parse_processor_kwargs
 from gapless.models.sources import open_tokenizer
+from gapless.multimodal import items
 from gapless.multimodal.loading import MediaLoader
 from gapless.multimodal.opening import open_processor
 from gapless.multimodal.overrides import override
@@ -109,6 +112,21 @@ def test_it_is_what_the_processor_makes_of_it(folder):
     assert found.rope_delta == expected.rope_delta
     np.testing.assert_array_equal(found.items[0].values_PC(), expected.items[0].values_PC())
     assert found.items[0].content_hash == expected.items[0].content_hash
+
+
+def test_contents_are_hashed_by_a_thread_that_prepares_media(folder, monkeypatch):
+    """Never by the one that serves all connections."""
+    threads: list[str] = []
+    sha256 = hashlib.sha256
+
+    def noted(data: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return sha256(data)
+
+    monkeypatch.setattr(items, "hashlib", SimpleNamespace(sha256=noted))
+    assert post(make_app(folder, make_client()), CHAT, body(image(), "?")).status_code == 200
+    assert len(threads) == 1
+    assert threads[0].startswith("media")
 
 
 def test_several_images_keep_their_order_over_messages(folder):

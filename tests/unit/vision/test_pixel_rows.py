@@ -26,14 +26,16 @@ HALF = Normalisation(rescale_factor=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3)
 ODD = Normalisation(rescale_factor=1 / 127.5, mean=(1.0, 0.3, -0.7), std=(0.1, 3.0, -1.3))
 
 
-def item_of(pixels_PKA: np.ndarray, normalisation: Normalisation | None) -> MediaItem:
-    patches_PC = pixels_PKA.reshape(len(pixels_PKA), -1)
+def item_of(values_PKA: np.ndarray, normalisation: Normalisation | None) -> MediaItem:
+    """Pixels have their channels side by side, values have not."""
+    in_order = values_PKA if normalisation is None else values_PKA.transpose(0, 2, 1)
+    patches_PC = in_order.reshape(len(values_PKA), -1)
     grid = (1, 1, len(patches_PC))
     return MediaItem(
         kind="image",
         patches_PC=patches_PC,
         grid_thw=grid,
-        content_hash=b"",
+        known_hash=b"",
         ranges=((0, 1),),
         normalisation=normalisation,
     )

@@ -200,7 +200,7 @@ class VisionTower:
     def blank(self, grid: Grid, *, pixels: np.random.Generator | None = None) -> MediaItem:
         """An image or video of one grey, or of random ``pixels``, in the form that a processor gives it, so
         that it takes the same way to the device as those of requests: as pixels, or as values for a tower
-        of other than three channels. Its content has no name."""
+        of other than three channels."""
         still = self.config.temporal_patch_size if grid[0] == 1 else 1
         shape, half = (math.prod(grid), self.patch_values // still), (0.5,) * 3
         item = MediaItem(
@@ -209,7 +209,6 @@ class VisionTower:
             if pixels is None
             else pixels.integers(0, 256, shape, np.uint8),
             grid_thw=grid,
-            content_hash=b"",
             ranges=((0, math.prod(grid) // self.granule),),
             normalisation=Normalisation(rescale_factor=1 / 255, mean=half, std=half, num_repeats=still),
         )
