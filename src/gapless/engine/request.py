@@ -13,13 +13,14 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from gapless.engine.grammar import CompiledGrammar, GrammarMatcher
 from gapless.engine.outputs import FinishReason
+from gapless.graphs.frozen_arrays import frozen
 from gapless.multimodal.items import MediaItem
 from gapless.sampling.params import SamplingParams
 
@@ -71,8 +72,14 @@ class Request:
     """Where rows of media lie in the prompt, ascending."""
     media_end: int = field(init=False, compare=False)
     """Index behind the last placeholder; 0 without media."""
+    prompt_ids: np.ndarray = field(init=False, compare=False, repr=False)
+    """``prompt_token_ids`` as int32, never written."""
+    given_ids: InitVar[np.ndarray | None] = None
+    """``prompt_ids``, from a caller that has made them already."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, given_ids: np.ndarray | None) -> None:
+        ids = np.array(self.prompt_token_ids, dtype=np.int32) if given_ids is None else given_ids
+        object.__setattr__(self, "prompt_ids", frozen(ids))
         spans = sorted(_spans_of(self.media), key=lambda span: span.start) if self.media else []
         object.__setattr__(self, "media_spans", tuple(spans))
         object.__setattr__(self, "media_end", spans[-1].end if spans else 0)

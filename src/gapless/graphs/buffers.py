@@ -27,7 +27,8 @@ from torch import Tensor
 
 from gapless.errors import GraphError
 from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
-from gapless.graphs.staging import HostTarget, Pad, Shape, SlotWriter, StagingRing, is_frozen
+from gapless.graphs.frozen_arrays import is_frozen
+from gapless.graphs.staging import HostTarget, Pad, Shape, SlotWriter, StagingRing
 
 logger = logging.getLogger(__name__)
 
@@ -384,14 +385,6 @@ class _Held(NamedTuple):
     values: Mapping[str, Value]
     poison: bool
     poison_round: int
-
-
-def frozen(array: np.ndarray) -> np.ndarray:
-    """``array``, with memory of its own, never to be written again: such inputs are known by identity."""
-    if array.base is not None:
-        array = array.copy()
-    array.setflags(write=False)
-    return array
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Value]], tuple[Any, ...]]:

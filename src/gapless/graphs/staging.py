@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.frozen_arrays import is_frozen
 
 _RING_SLOTS = 4
 
@@ -194,14 +195,3 @@ class _TableClearer:
             self._host[self._clean_end : end] = 0
             self._clean_end = end
         return end
-
-
-def is_frozen(value: object) -> bool:
-    """Whether ``value`` is an array that nobody writes to again: neither it nor the array whose memory it
-    shows may be written. A view that may not be written says nothing about whoever owns its memory."""
-    if not isinstance(value, np.ndarray) or value.flags.writeable:
-        return False
-    owner = value.base
-    return owner is None or (
-        isinstance(owner, np.ndarray) and owner.base is None and not owner.flags.writeable
-    )

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapless.graphs.buffers import InputField, StaticInputs, frozen
-from gapless.graphs.staging import is_frozen
+from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.frozen_arrays import frozen, is_frozen
 
 FIELDS = (
     InputField(name="ids", dims=("tokens",), pad=0, poison=7),
