@@ -23,7 +23,8 @@ from gapless.errors import RequestError
 from gapless.multimodal.items import MediaPrompt
 from gapless.sampling.params import SamplingParams
 
-_MANY_IDS = 64
+_MANY_IDS = 256
+"""Fewer are looked at one by one: the calls of numpy take longer, where none was made just before."""
 
 Prompt = str | Iterable[int] | MediaPrompt
 
@@ -121,8 +122,10 @@ class Intake:
             raise RequestError(f"prompt={prompt!r}: must be a string or a list of token ids") from None
         if len(token_ids) >= _MANY_IDS:
             prompt_ids = pack_integers(token_ids)
-            if prompt_ids is not None and prompt_ids.view(np.uint32).max() < self.vocab_size:
-                return token_ids, prompt_ids
+            if prompt_ids is not None:
+                furthest = token_ids[prompt_ids.view(np.uint32).argmax()]  # a negative one, or the largest
+                if 0 <= furthest < self.vocab_size:
+                    return token_ids, prompt_ids
         if not {int}.issuperset(map(type, token_ids)):
             token_ids = tuple(_as_int(position, token_id) for position, token_id in enumerate(token_ids))
         if token_ids and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:

@@ -20,7 +20,6 @@ import numpy as np
 
 from gapless.engine.grammar import CompiledGrammar, GrammarMatcher
 from gapless.engine.outputs import FinishReason
-from gapless.graphs.frozen_arrays import frozen
 from gapless.multimodal.items import MediaItem
 from gapless.sampling.params import SamplingParams
 
@@ -78,8 +77,9 @@ class Request:
     """``prompt_ids``, from a caller that has made them already."""
 
     def __post_init__(self, given_ids: np.ndarray | None) -> None:
-        ids = np.array(self.prompt_token_ids, dtype=np.int32) if given_ids is None else given_ids
-        object.__setattr__(self, "prompt_ids", frozen(ids))
+        if given_ids is None:
+            given_ids = np.fromiter(self.prompt_token_ids, dtype=np.int32, count=len(self.prompt_token_ids))
+        object.__setattr__(self, "prompt_ids", given_ids)
         spans = sorted(_spans_of(self.media), key=lambda span: span.start) if self.media else []
         object.__setattr__(self, "media_spans", tuple(spans))
         object.__setattr__(self, "media_end", spans[-1].end if spans else 0)

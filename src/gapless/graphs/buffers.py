@@ -313,9 +313,11 @@ class StaticInputs:
         shapes: Sequence[Shape] = list(map(_shape_of, arrays))
         if shapes == views.fitting:
             return arrays, views.fitting
-        for name, value, shape in zip(self._host_names, arrays, shapes, strict=True):
-            assert isinstance(value, np.ndarray | Tensor), f"input {name!r} takes an array"
-            _check_fits(name, shape, views.shapes[name])
+        for place, shape in enumerate(shapes):
+            if views.fitting is None or shape != views.fitting[place]:
+                name = self._host_names[place]
+                assert isinstance(arrays[place], (np.ndarray, Tensor)), f"input {name!r} takes an array"
+                _check_fits(name, shape, views.shapes[name])
         views.fitting = shapes
         return arrays, shapes
 

@@ -75,8 +75,8 @@ class SlotWriter:
         self._shapes: Sequence[Shape] = ()
         self._pads: Sequence[Pad] = ()
         self._parts: list[np.ndarray] = []
-        self._repeats: list[tuple[int, np.ndarray]] = []
-        """Fields that repeat their last row, and where."""
+        self._repeats: dict[int, np.ndarray] = {}
+        """By field that repeats its last row: where."""
         self._written: list[np.ndarray | Tensor | None] = []
         self._is_kept: list[bool | None] = []
         """By field: whether ``_written`` is frozen, so that it is still there; None where nobody asked."""
@@ -96,14 +96,10 @@ class SlotWriter:
         Returns the bytes to copy, and where the values end: behind that the copied part of a table by column
         is 0, as far as ``staged_before``, which is where values ended for the load before.
         """
-        before, had_pads = self._shapes, self._pads
-        is_same = (shapes is before or shapes == before) and pads is had_pads
-        if not is_same:
-            self._cut(shapes, pads)
-        if not is_known or pads is not had_pads:
-            self._pad_all(is_known=is_known)
-        elif not is_same:
-            self._pad_behind(before)
+        if not is_known or pads is not self._pads:
+            self._arrange(shapes, pads, is_known=is_known)
+        elif shapes is not self._shapes and shapes != self._shapes:
+            self._rearrange(shapes)
         written, is_kept = self._written, self._is_kept
         for place, part in enumerate(self._parts):
             value = arrays[place]
@@ -114,51 +110,58 @@ class SlotWriter:
             elif is_kept[place] is None:  # frozen from this write on
                 is_kept[place] = is_frozen(value)
             part[...] = value
-        for place, repeat in self._repeats:
+        for place, repeat in self._repeats.items():
             value = arrays[place]
             repeat[...] = value[-1] if len(value) else 0
         if self._table is None:
             return self._num_bytes, self._num_bytes
         return self._table.clear(staged_before), self._table.end
 
-    def _cut(self, shapes: Sequence[Shape], pads: Sequence[Pad]) -> None:
+    def _arrange(self, shapes: Sequence[Shape], pads: Sequence[Pad], *, is_known: bool) -> None:
+        """Nothing is known of the slot, or the padding has changed: pad all that the batch does not fill."""
         self._shapes, self._pads = shapes, pads
-        self._parts = [
-            target if shape == target.shape else target[tuple(map(slice, shape))]
-            for target, shape in zip(self._targets, shapes, strict=True)
-        ]
-        self._repeats = [
-            (place, target[shape[0] :])
-            for place, (target, shape, pad) in enumerate(zip(self._targets, shapes, pads, strict=True))
-            if isinstance(pad, str) and shape != target.shape
-        ]
-
-    def _pad_all(self, *, is_known: bool) -> None:
-        """Nothing is known of the slot, or the padding has changed."""
         self._written, self._is_kept = [None] * len(self._targets), [None] * len(self._targets)
-        for place in range(self._num_padded):
-            target, shape, pad = self._targets[place], self._shapes[place], self._pads[place]
-            if shape == target.shape or isinstance(pad, str):
+        self._parts, self._repeats = [], {}
+        for place, target in enumerate(self._targets):
+            shape, pad = shapes[place], pads[place]
+            if shape == target.shape:
+                self._parts.append(target)
                 continue
-            if len(shape) == 1:
+            self._parts.append(target[tuple(map(slice, shape))])
+            if place == self._num_padded:
+                continue
+            if isinstance(pad, str):
+                self._repeats[place] = target[shape[0] :]
+            elif len(shape) == 1:
                 target[shape[0] :] = pad
             else:
                 target.fill(pad)
         if self._table is not None:
-            self._table.change(self._shapes[-1], is_known=is_known)
+            self._table.change(shapes[-1], is_known=is_known)
 
-    def _pad_behind(self, before: Sequence[Shape]) -> None:
-        """All but the batch of shapes ``before`` is padding already."""
-        for place in range(self._num_padded):
-            old, new, pad = before[place], self._shapes[place], self._pads[place]
-            if old == new or isinstance(pad, str):
+    def _rearrange(self, shapes: Sequence[Shape]) -> None:
+        """All but the batch that was written last is padding already."""
+        before, self._shapes = self._shapes, shapes
+        for place, shape in enumerate(shapes):
+            old = before[place]
+            if shape == old:
                 continue
-            if len(new) > 1:
-                self._targets[place].fill(pad)
-            elif old[0] > new[0]:
-                self._targets[place][new[0] : old[0]] = pad
-        if self._table is not None:
-            self._table.change(self._shapes[-1], is_known=True)
+            target, pad = self._targets[place], self._pads[place]
+            if len(shape) > 1:
+                self._parts[place] = target[tuple(map(slice, shape))]
+                if place == self._num_padded and self._table is not None:
+                    self._table.change(shape, is_known=True)
+                elif not isinstance(pad, str):
+                    target.fill(pad)
+                else:
+                    self._repeats[place] = target[shape[0] :]
+                continue
+            (end,) = shape
+            self._parts[place] = target[:end]
+            if isinstance(pad, str):
+                self._repeats[place] = target[end:]
+            elif old[0] > end:
+                target[end : old[0]] = pad
 
 
 class _TableClearer:

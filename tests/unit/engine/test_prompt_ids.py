@@ -91,17 +91,15 @@ def test_a_prompt_is_taken_or_refused_with_the_words_of_the_slow_way(
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 500])
+@pytest.mark.parametrize("count", [1, 255, 256, 500])
 @pytest.mark.parametrize("make", [list, tuple, iter, np.array, lambda ids: [np.int64(i) for i in ids]])
-def test_a_request_holds_its_ids_twice_as_integers_and_as_an_array_nobody_writes(count: int, make) -> None:
+def test_a_request_holds_its_ids_twice_as_integers_and_as_an_array(count: int, make) -> None:
     ids = [i % 400 for i in range(count)]
     request = make_request(make(ids))
     assert request.prompt_token_ids == tuple(ids)
     assert all(type(token) is int for token in request.prompt_token_ids)
     assert request.prompt_ids.dtype == np.int32
     assert request.prompt_ids.tolist() == ids
-    with pytest.raises(ValueError, match="read-only"):
-        request.prompt_ids[0] = 1
 
 
 def test_a_request_with_other_ids_has_another_array() -> None:
@@ -112,6 +110,8 @@ def test_a_request_with_other_ids_has_another_array() -> None:
 
 
 def test_the_largest_id_of_a_vocabulary_is_in_it() -> None:
-    assert make_request([LARGEST - 1] * 70, vocab_size=LARGEST).prompt_ids[0] == LARGEST - 1
-    with pytest.raises(RequestError, match="prompt token 69 is 2147483647: must be between 0 and 2147483646"):
-        make_request([1] * 69 + [LARGEST], vocab_size=LARGEST)
+    assert make_request([LARGEST - 1] * 300, vocab_size=LARGEST).prompt_ids[0] == LARGEST - 1
+    with pytest.raises(
+        RequestError, match="prompt token 299 is 2147483647: must be between 0 and 2147483646"
+    ):
+        make_request([1] * 299 + [LARGEST], vocab_size=LARGEST)
