@@ -183,7 +183,7 @@ class BatchBuilder:
                 "block_table": self._tables[row : row + 1, :widest],
             },
             query_lens=(num_tokens,),
-            sampled_rows=chunk.last_row if entry.samples else chunk.last_row[:0],
+            sampled_rows=np.array((num_tokens - 1,) if entry.samples else (), dtype=np.int32),
             has_unknown=has_unknown,
         )
 
@@ -194,7 +194,6 @@ class BatchBuilder:
             positions=self._count[start:end],
             query_start_loc=frozen(np.array((0, num_tokens), dtype=np.int32)),
             seq_lens=self._count[end : end + 1],
-            last_row=self._count[num_tokens - 1 : num_tokens],
         )
         if num_tokens > 1:  # there is one such step in a decode run
             if len(self._chunks) >= _MAX_CHUNKS:
@@ -304,7 +303,6 @@ class _Chunk(NamedTuple):
     positions: np.ndarray
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
-    last_row: np.ndarray
 
 
 @dataclass(slots=True)
