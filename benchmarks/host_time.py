@@ -172,6 +172,7 @@ def watched(*, by_stage: bool) -> Iterator[Stages]:
             stages.wrap(BatchBuilder, "build", "build")
             stages.wrap(Dispatcher, "dispatch", "dispatch")
             stages.wrap(StaticInputs, "load", "fill")
+            stages.wrap(PinnedSlot, "send", "copy call")
             stages.wrap(Program, "replay", "replay call")
             stages.wrap(GraphRunner, "run", "run (rest)")
             stages.wrap(ModelRunner, "launch", "launch (rest)")
@@ -263,7 +264,8 @@ def gpu_us(opened: OpenedEngine, tokens: int) -> float:
 def replay_path(
     opened: OpenedEngine, runner: GraphRunner, descriptor: BatchDescriptor, steps: int
 ) -> dict[str, Any]:
-    """Microseconds of CPU from a batch to its launched graph, with an idle GPU."""
+    """Microseconds of CPU from a batch to its launched graph, with an idle GPU; ``fill`` and ``launch`` of it
+    also alone."""
     values, sizes = dict(runner.dummy(descriptor)), runner.sizes_of(descriptor)
     query_lens = (1,) * descriptor.num_reqs if descriptor.uniform else (descriptor.num_tokens,)
     device, dispatcher = runner.store.device, opened.runner.dispatcher
@@ -272,12 +274,17 @@ def replay_path(
     entry = runner.store.get(GraphKey(runner.phase, runner.strategy.runtime_mode, descriptor))
     assert entry is not None
     context = runner._bucket(descriptor).contexts[runner.strategy.runtime_mode]  # breaks read it
+    views = runner.inputs.views(sizes)
     with device.stream_scope(), torch.no_grad(), use_forward_context(context):
         for _ in range(steps):
             device.synchronize()
             with clock(parts["total"]):
                 found = dispatcher.dispatch(shape)
                 runner.run(descriptor, found.mode, values, num_real=sizes)
+        for _ in range(steps):
+            device.synchronize()
+            with clock(parts["fill"]):
+                runner.inputs.load(views, values)
         for _ in range(steps):
             device.synchronize()
             with clock(parts["launch"]):

@@ -10,6 +10,7 @@ one's arrays; invariant: they equal what building it anew would give. What the a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from gapless.engine.request import Sequence
 from gapless.engine.rope_inputs import rope_positions
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 from gapless.graphs.buffers import InputField
+from gapless.graphs.frozen_arrays import frozen
 
 
 def token_fields(
@@ -87,9 +89,10 @@ class BatchBuilder:
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
         self._last: _Built | None = None
         # Constants that arrays are cut from.
-        self._count = np.arange(max(max_blocks * block_size, max_num_tokens) + 1, dtype=np.int32)
-        self._known = np.full(max_num_tokens, max_num_reqs, dtype=np.int32)
-        self._zeros = np.zeros(max_num_reqs, dtype=np.int32)
+        self._count = frozen(np.arange(max(max_blocks * block_size, max_num_tokens) + 1, dtype=np.int32))
+        self._known = frozen(np.full(max_num_tokens, max_num_reqs, dtype=np.int32))
+        self._zeros = frozen(np.zeros(max_num_reqs, dtype=np.int32))
+        self._chunks: dict[tuple[int, int], _Chunk] = {}
 
     def build(self, batch: ScheduledBatch) -> BatchArrays:
         last, run = self._last, batch.run
@@ -105,7 +108,11 @@ class BatchBuilder:
             positions = arrays.values["positions"]
             arrays.values["rope_positions"] = rope_positions(batch.entries, positions, axes=self._rope_axes)
         self._drawn = {e.sequence: row for row, e in enumerate(batch.sampled_entries)}
-        self._last = None if run is None else _Built(run, batch.step_id, rows, arrays, self._deltas(batch))
+        self._last = None
+        if run is not None:
+            frozen(arrays.values["query_start_loc"])  # the same in every step of the run
+            unknown = self._zeros[: len(rows)], self._count[: len(rows)]
+            self._last = _Built(run, batch.step_id, rows, arrays, self._deltas(batch), unknown)
         return arrays
 
     def _build_any(self, entries: tuple[ScheduledSequence, ...], rows: np.ndarray) -> BatchArrays:
@@ -122,7 +129,7 @@ class BatchBuilder:
             table_rows = np.repeat(rows, lens)
             input_ids = np.zeros(num_tokens, dtype=np.int32)
             for first, entry in zip(query_start_loc.tolist(), entries, strict=False):
-                known = entry.sequence.token_ids[entry.start : entry.end]
+                known = _known_tokens(entry)
                 input_ids[first : first + len(known)] = known
         drawn_rows = self._known[:num_tokens]
         unknown = [(i, e) for i, e in enumerate(entries) if e.end > len(e.sequence.token_ids)]
@@ -155,27 +162,44 @@ class BatchBuilder:
         end, block_size = start + num_tokens, self._block_size
         first, widest = start // block_size, (end - 1) // block_size + 1
         slots_BS = self._tables[row, first:widest, None] * block_size + self._count[:block_size]
-        known = entry.sequence.token_ids[start:end]
-        has_unknown = len(known) < num_tokens
-        drawn_rows = self._known[:num_tokens]
+        chunk = self._chunks.get((start, num_tokens)) or self._make_chunk(start, num_tokens)
+        positions, seq_lens, drawn_rows = chunk.positions, chunk.seq_lens, chunk.drawn_rows
+        if num_tokens == 1:  # the step after it may go on from these in place
+            positions, seq_lens = positions.copy(), seq_lens.copy()
+        input_ids = _known_tokens(entry)
+        has_unknown = len(input_ids) < num_tokens
         if has_unknown:
-            known.append(0)
+            input_ids = np.append(input_ids, np.int32(0))
             drawn_rows = drawn_rows.copy()
             drawn_rows[-1] = self._drawn[entry.sequence]
         return BatchArrays(
             values={
-                "input_ids": np.fromiter(known, dtype=np.int32, count=num_tokens),
+                "input_ids": input_ids,
                 "drawn_rows": drawn_rows,
-                "positions": self._count[start:end].copy(),
+                "positions": positions,
                 "slot_mapping": slots_BS.ravel()[start - first * block_size :][:num_tokens],
-                "query_start_loc": np.array((0, num_tokens), dtype=np.int32),
-                "seq_lens": np.array((end,), dtype=np.int32),
+                "query_start_loc": chunk.query_start_loc,
+                "seq_lens": seq_lens,
                 "block_table": self._tables[row : row + 1, :widest],
             },
             query_lens=(num_tokens,),
             sampled_rows=np.array((num_tokens - 1,) if entry.samples else (), dtype=np.int32),
             has_unknown=has_unknown,
         )
+
+    def _make_chunk(self, start: int, num_tokens: int) -> _Chunk:
+        end = start + num_tokens
+        chunk = _Chunk(
+            drawn_rows=self._known[:num_tokens],
+            positions=self._count[start:end],
+            query_start_loc=frozen(np.array((0, num_tokens), dtype=np.int32)),
+            seq_lens=self._count[end : end + 1],
+        )
+        if num_tokens > 1:  # there is one such step in a decode run
+            if len(self._chunks) >= _MAX_CHUNKS:
+                self._chunks.clear()
+            self._chunks[start, num_tokens] = chunk
+        return chunk
 
     def _advance(self, entries: tuple[ScheduledSequence, ...], last: _Built) -> BatchArrays:
         """The arrays of a decode step whose sequences are those of the step built before: in place, and only
@@ -201,7 +225,7 @@ class BatchBuilder:
             values["block_table"] = self._tables[last.rows, :widest]
         has_unknown = entries[0].start >= len(entries[0].sequence.token_ids)
         if has_unknown:
-            values["input_ids"], values["drawn_rows"] = self._zeros[:num_reqs], self._count[:num_reqs]
+            values["input_ids"], values["drawn_rows"] = last.unknown
         else:
             known = [entry.sequence.token_ids[entry.start] for entry in entries]
             values["input_ids"], values["drawn_rows"] = np.array(known, np.int32), self._known[:num_reqs]
@@ -254,9 +278,31 @@ class BatchBuilder:
         return self._free_rows.pop()
 
 
+def _known_tokens(entry: ScheduledSequence) -> np.ndarray:
+    """int32 ids of its tokens, as far as the host knows them."""
+    request = entry.sequence.request
+    start, end = entry.start, entry.start + entry.num_new_tokens
+    if end <= len(request.prompt_ids):
+        return request.prompt_ids[start:end]
+    return np.array(entry.sequence.token_ids[start:end], dtype=np.int32)
+
+
 def _first_token(entry: ScheduledSequence) -> int:
     token_ids = entry.sequence.token_ids
     return token_ids[entry.start] if entry.start < len(token_ids) else 0
+
+
+_MAX_CHUNKS = 256
+
+
+class _Chunk(NamedTuple):
+    """Frozen arrays of a step of one sequence that depend on where its tokens begin and end alone. Prompts of
+    equal length and chunks of long ones share them, and what is known by identity is not staged again."""
+
+    drawn_rows: np.ndarray
+    positions: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
 
 
 @dataclass(slots=True)
@@ -275,6 +321,8 @@ class _Built:
     rows: np.ndarray
     arrays: BatchArrays
     rope_deltas: np.ndarray | None
+    unknown: tuple[np.ndarray, np.ndarray]
+    """``input_ids`` and ``drawn_rows`` of a step whose tokens only the device knows; frozen."""
     are_rows_adjacent: bool = field(init=False)
     """Their tables lie behind each other, so that no copy is needed to gather them."""
 

@@ -17,10 +17,14 @@ import numpy as np
 
 from gapless.engine.detokenizer import TokenizerLike
 from gapless.engine.grammar import GrammarCompiler
+from gapless.engine.prompt_ids import pack_integers
 from gapless.engine.request import Request
 from gapless.errors import RequestError
 from gapless.multimodal.items import MediaPrompt
 from gapless.sampling.params import SamplingParams
+
+_MANY_IDS = 256
+"""Fewer are looked at one by one: the calls of numpy take longer, where none was made just before."""
 
 Prompt = str | Iterable[int] | MediaPrompt
 
@@ -58,7 +62,7 @@ class Intake:
         shown: MediaPrompt | None = None
         if isinstance(prompt, MediaPrompt):
             shown, prompt = prompt, prompt.token_ids
-        token_ids = self._check_token_ids(prompt)
+        token_ids, prompt_ids = self._check_token_ids(prompt)
         if not token_ids:
             raise RequestError("empty prompt: at least one token is needed")
         self._check_params(params)
@@ -85,6 +89,7 @@ class Intake:
             request_id=request_id,
             prompt=prompt_text,
             prompt_token_ids=token_ids,
+            given_ids=prompt_ids,
             params=params,
             max_total_tokens=longest,
             stop_token_ids=stops,
@@ -109,22 +114,29 @@ class Intake:
             raise RequestError(f"the prompt is not valid Unicode text: {error}") from None
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_token_ids(self, prompt: Iterable[int]) -> tuple[int, ...]:
+    def _check_token_ids(self, prompt: Iterable[int]) -> tuple[tuple[int, ...], np.ndarray | None]:
+        """The ids, and what they are as an array, where there are enough to make it the faster way."""
         try:
             token_ids = tuple(prompt)
         except TypeError:
             raise RequestError(f"prompt={prompt!r}: must be a string or a list of token ids") from None
+        if len(token_ids) >= _MANY_IDS:
+            prompt_ids = pack_integers(token_ids)
+            if prompt_ids is not None:
+                furthest = token_ids[prompt_ids.view(np.uint32).argmax()]  # a negative one, or the largest
+                if 0 <= furthest < self.vocab_size:
+                    return token_ids, prompt_ids
         if not {int}.issuperset(map(type, token_ids)):
             token_ids = tuple(_as_int(position, token_id) for position, token_id in enumerate(token_ids))
         if token_ids and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
-            return token_ids
+            return token_ids, None
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"prompt token {position} is {token_id}: must be between 0 and {self.vocab_size - 1}, "
                     "the model's vocabulary"
                 )
-        return token_ids
+        return token_ids, None
 
     def _check_length(self, num_tokens: int, *, draws: bool) -> None:
         """``draws``: room for one token more is needed; an embedding takes all there is."""

@@ -106,12 +106,13 @@ class PrefixCache:
         return (num_tokens - 1) // self._allocator.block_size
 
     def _extend(self, sequence: Sequence, num_blocks: int) -> None:
-        request = sequence.request
+        request, block_size = sequence.request, self._allocator.block_size
+        is_prompt = num_blocks * block_size <= len(request.prompt_ids)
         extend_hashes(
             sequence.block_hashes,
-            sequence.token_ids,
+            request.prompt_ids if is_prompt else sequence.token_ids,
             num_blocks=num_blocks,
-            block_size=self._allocator.block_size,
+            block_size=block_size,
             extra=request.cache_extra,
             block_extra=partial(name_of_block, request) if request.media else None,
         )

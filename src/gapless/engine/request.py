@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -71,8 +71,15 @@ class Request:
     """Where rows of media lie in the prompt, ascending."""
     media_end: int = field(init=False, compare=False)
     """Index behind the last placeholder; 0 without media."""
+    prompt_ids: np.ndarray = field(init=False, compare=False, repr=False)
+    """``prompt_token_ids`` as int32, never written."""
+    given_ids: InitVar[np.ndarray | None] = None
+    """``prompt_ids``, from a caller that has made them already."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, given_ids: np.ndarray | None) -> None:
+        if given_ids is None:
+            given_ids = np.fromiter(self.prompt_token_ids, dtype=np.int32, count=len(self.prompt_token_ids))
+        object.__setattr__(self, "prompt_ids", given_ids)
         spans = sorted(_spans_of(self.media), key=lambda span: span.start) if self.media else []
         object.__setattr__(self, "media_spans", tuple(spans))
         object.__setattr__(self, "media_end", spans[-1].end if spans else 0)

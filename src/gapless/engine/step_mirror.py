@@ -106,7 +106,8 @@ class StepWriter:
     def _introduce(self, sequence: Sequence) -> NewSequence:
         number, self._next_number = self._next_number, self._next_number + 1
         self._told[sequence] = _Told(number, num_tokens=sequence.num_prompt_tokens)
-        request = replace(sequence.request, prompt=None, grammar=None)
+        request = sequence.request
+        request = replace(request, prompt=None, grammar=None, given_ids=request.prompt_ids)
         return NewSequence(number, request, sequence.index, sequence.seed)
 
     def _update(self, entry: ScheduledSequence) -> EntryUpdate:

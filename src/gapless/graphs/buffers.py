@@ -4,8 +4,7 @@ Every input names its dimensions (symbolic or fixed), its dtype and the value it
 padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
 earlier batch left; only ``frozen`` arrays that the last load has put there stay (an encoder's positions,
 which follow from an image's size). *Host* inputs of one bucket lie next to each other in one buffer, so a
-step stages them with a single copy from pinned memory (a ring, guarded by events, never overwritten before it
-was read).
+step stages them with a single copy from pinned memory (``staging.py``).
 *Device* inputs (activations made on the device) have a buffer each and are copied there; so have large ones
 that come from the host (``from_host``: pixels), through pinned memory of their own. Views are made once per
 bucket; addresses never change. Read ``runner.py`` next.
@@ -16,26 +15,29 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gapless.errors import GraphError
-from gapless.graphs.device.pinned import PinnedSlot
 from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
+from gapless.graphs.frozen_arrays import is_frozen
+from gapless.graphs.staging import HostTarget, Pad, Shape, SlotWriter, StagingRing
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
 """Bytes; keeps every view aligned for vectorised loads."""
-_RING_SLOTS = 4
 
 Value = np.ndarray | Tensor | HostRows | RawRows
+
+_shape_of: Callable[[Value], Shape] = operator.attrgetter("shape")
 
 _NUMPY_DTYPES = {
     torch.int32: np.int32,
@@ -83,8 +85,10 @@ class InputViews:
         self.layout = layout
         """Byte offset of each host field inside the staged buffer."""
         self.num_bytes = num_bytes
-        self.staging: dict[int, list[np.ndarray]] = {}
-        """Per slot of the staging ring: where each host field is written, made at the slot's first use."""
+        self.fitting: Sequence[Shape] | None = None
+        """Shapes of the last batch on the host, which fit."""
+        self.writers: dict[int, SlotWriter] = {}
+        """By slot of the staging ring; made at the slot's first use."""
         self.staged: np.ndarray | None = None
         """What the first load of frozen arrays wrote, until it was seen that no forward writes there."""
         self.are_kept = False
@@ -112,8 +116,10 @@ class StaticInputs:
         self._host_fields = tuple(f for f in fields if not f.on_device)
         self._device_fields = tuple(f for f in fields if f.on_device)
         self.device_names = frozenset(f.name for f in fields if f.on_device)
-        self._host_names = frozenset(f.name for f in fields if not f.on_device)
-        self._names = frozenset(names)
+        self._host_names = tuple(f.name for f in fields if not f.on_device)
+        self._pick = _picker(self._host_names)
+        self._pads: Sequence[Pad] = tuple(f.pad for f in self._host_fields)
+        self._poisons: dict[int, Sequence[Pad]] = {}
         self._held: _Held | None = None
         self._may_hold = True
         self._views: dict[tuple[tuple[str, int], ...], InputViews] = {}
@@ -125,7 +131,9 @@ class StaticInputs:
             for f in fields
             if f.on_device
         }
-        self._ring = _StagingRing(self._packed)
+        self._ring = StagingRing(self._packed)
+        self._knowing: dict[int, SlotWriter] = {}
+        """By slot: who wrote to it last, where nobody else can have written since."""
         self._uploads = {
             f.name: UploadRing(self._device_buffers[f.name])
             for f in self._device_fields
@@ -156,16 +164,17 @@ class StaticInputs:
         """Let go of the views made so far (their memory stays): when the graphs that read them are gone."""
         self._views.clear()
         self._held = None
+        self._knowing.clear()
 
     def load_all(self, views: InputViews, values: Mapping[str, Value]) -> None:
         """Write a batch of host and on-device inputs into ``views``; ``values`` must name them all. Checks
         run before the first byte is written. Large inputs go first: the device works while the host goes on.
         """
-        is_held = self._is_held(views, values)
-        self._check(views, values, self._device_fields if is_held else self.fields, self._names)
+        host = None if self._is_held(views, values) else self._checked(views, values, self.fields)
+        self._check_device(views, values, self.fields)
         self._load_on_device(views, values)
-        if not is_held:
-            self._load(views, values)
+        if host is not None:
+            self._load(views, *host)
 
     def load(self, views: InputViews, values: Mapping[str, Value]) -> None:
         """Write a batch into ``views``: real values first, declared padding after them, one copy to the
@@ -175,41 +184,38 @@ class StaticInputs:
         dimension, never larger (``GraphError``). Checks run before the first byte is written. Frozen arrays
         (``frozen``) that the views hold already are not written again.
         """
-        self._check(views, values, self._host_fields, self._host_names)
+        host = self._checked(views, values, self._host_fields)
         if self._host_fields and not self._is_held(views, values):
-            self._load(views, values)
+            self._load(views, *host)
 
     def load_on_device(self, views: InputViews, values: Mapping[str, Value]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
         ``load``."""
-        self._check(views, values, self._device_fields, self.device_names)
+        self._check_device(views, values, self._device_fields)
         self._load_on_device(views, values)
 
     def forget_loaded(self) -> None:
         """Somebody else has written to host inputs: whatever comes next is loaded."""
         self._held = None
 
-    def _load(self, views: InputViews, values: Mapping[str, Value]) -> None:
+    def _load(
+        self, views: InputViews, arrays: Sequence[np.ndarray | Tensor], shapes: Sequence[Shape]
+    ) -> None:
         self._held = None  # until all of it is on its way
         slot, host = self._ring.acquire()
-        targets = views.staging.get(slot)
-        if targets is None:
-            targets = views.staging[slot] = self._staging_targets(views, host)
-        num_bytes = views.num_bytes
-        for field, target in zip(self._host_fields, targets, strict=True):
-            value = values[field.name]
-            if not isinstance(value, np.ndarray):
-                assert isinstance(value, Tensor), f"input {field.name!r} takes an array"
-                value = np.asarray(value)
-            if field.by_column:
-                num_bytes = self._fill_columns(views.layout[field.name], host, target, value)
-            elif value.shape == target.shape:
-                target[...] = value
-            else:
-                self._fill_host(field, target, value)
+        writer = views.writers.get(slot)
+        if writer is None:
+            writer = views.writers[slot] = SlotWriter(host, self._targets(views, host), views.num_bytes)
+        pads = self._pads if not self.poison else self._poisoned_pads()
+        is_known = self._knowing.pop(slot, None) is writer
+        num_bytes, self._staged_bytes = writer.write(
+            arrays, shapes, pads, is_known=is_known, staged_before=self._staged_bytes
+        )
+        if self._ring.is_private:
+            self._knowing[slot] = writer
         self._ring.submit(num_bytes)
-        loaded = {field.name: values[field.name] for field in self._host_fields}
-        if self._may_hold and all(map(_is_frozen, loaded.values())):
+        if self._may_hold and all(map(is_frozen, arrays)):
+            loaded = dict(zip(self._host_names, arrays, strict=True))
             self._held = _Held(views, loaded, self.poison, self.poison_round)
             if not views.are_kept:
                 views.staged = host[:num_bytes].copy()
@@ -280,70 +286,63 @@ class StaticInputs:
             tensors[field.name] = flat.view(shape[::-1]).t() if field.by_column else flat.view(shape)
         return InputViews(sizes, tensors, layout, num_bytes)
 
-    def _staging_targets(self, views: InputViews, host: np.ndarray) -> list[np.ndarray]:
-        targets: list[np.ndarray] = []
+    def _targets(self, views: InputViews, host: np.ndarray) -> list[HostTarget]:
+        targets: list[HostTarget] = []
         for field in self._host_fields:
-            shape = views.tensors[field.name].shape
+            shape = views.shapes[field.name]
             start = views.layout[field.name]
             count = math.prod(shape) * field.dtype.itemsize
             flat: np.ndarray = host[start : start + count].view(_NUMPY_DTYPES[field.dtype])
-            targets.append(flat.reshape(shape[::-1] if field.by_column else shape))
+            if field.by_column:
+                targets.append(HostTarget(flat.reshape(shape[::-1]).T, start))
+            else:
+                targets.append(HostTarget(flat.reshape(shape), None))
         return targets
 
-    def _check(
-        self,
-        views: InputViews,
-        values: Mapping[str, Value],
-        fields: tuple[InputField, ...],
-        names: frozenset[str],
-    ) -> None:
-        if values.keys() != names:
-            differing = names ^ values.keys()
-            raise GraphError(f"inputs do not match the schema: {sorted(differing)} missing or unknown")
-        for field in fields:
-            have, room = values[field.name].shape, views.shapes[field.name]
-            if have == room:
-                continue
-            if len(have) != len(room) or any(n > limit for n, limit in zip(have, room, strict=True)):
-                raise GraphError(
-                    f"input {field.name!r} of shape {tuple(have)} does not fit its static view {tuple(room)}"
-                )
+    def _checked(
+        self, views: InputViews, values: Mapping[str, Value], fields: tuple[InputField, ...]
+    ) -> tuple[Sequence[np.ndarray | Tensor], Sequence[Shape]]:
+        """The values of host inputs in the order of the schema, and their shapes, which fit. ``values`` is to
+        name ``fields``."""
+        if len(values) != len(fields):
+            raise _wrong_names(values, fields)
+        try:
+            arrays = self._pick(values)
+        except KeyError:
+            raise _wrong_names(values, fields) from None
+        shapes: Sequence[Shape] = list(map(_shape_of, arrays))
+        if shapes == views.fitting:
+            return arrays, views.fitting
+        for place, shape in enumerate(shapes):
+            if views.fitting is None or shape != views.fitting[place]:
+                name = self._host_names[place]
+                assert isinstance(arrays[place], (np.ndarray, Tensor)), f"input {name!r} takes an array"
+                _check_fits(name, shape, views.shapes[name])
+        views.fitting = shapes
+        return arrays, shapes
 
-    def _pad_value(self, field: InputField) -> int | float | str:
+    def _check_device(
+        self, views: InputViews, values: Mapping[str, Value], fields: tuple[InputField, ...]
+    ) -> None:
+        if len(values) != len(fields) or not self.device_names <= values.keys():
+            raise _wrong_names(values, fields)
+        for field in self._device_fields:
+            _check_fits(field.name, values[field.name].shape, views.shapes[field.name])
+
+    def _poisoned_pads(self) -> Sequence[Pad]:
+        """One object per round: writers know it by identity."""
+        pads = self._poisons.get(self.poison_round)
+        if pads is None:
+            pads = tuple(self._pad_value(field) for field in self._host_fields)
+            self._poisons[self.poison_round] = pads
+        return pads
+
+    def _pad_value(self, field: InputField) -> Pad:
         if not self.poison or field.poison is None:
             return field.pad
         if isinstance(field.poison, tuple):
             return field.poison[self.poison_round % len(field.poison)]
         return field.poison
-
-    def _fill_host(self, field: InputField, target: np.ndarray, value: np.ndarray) -> None:
-        pad = self._pad_value(field)
-        if pad == "last":
-            n = value.shape[0]
-            target[:n] = value
-            target[n:] = value[-1] if n else 0
-            return
-        if value.ndim == 1:
-            n = value.shape[0]
-            target[:n] = value
-            target[n:] = pad
-            return
-        target.fill(pad)
-        target[tuple(slice(0, n) for n in value.shape)] = value
-
-    def _fill_columns(self, start: int, host: np.ndarray, target: np.ndarray, value: np.ndarray) -> int:
-        """Write a table's columns and clear what the load before left behind them; returns the bytes to
-        stage."""
-        num_rows, num_columns = value.shape
-        room = target.shape[1]
-        target[:num_columns, :num_rows] = value.T
-        if num_rows < room:
-            target[:num_columns, num_rows:] = 0
-        end = start + num_columns * room * target.itemsize
-        before, self._staged_bytes = self._staged_bytes, end
-        if before > end:
-            host[end:before] = 0
-        return max(end, before)
 
     def _fill_from_host(self, field: InputField, views: InputViews, rows: HostRows | RawRows) -> None:
         """Rows of the full width; padding behind them."""
@@ -385,22 +384,28 @@ class _Held(NamedTuple):
     """What the host inputs hold: ``values`` in ``views``, with the padding of this poison."""
 
     views: InputViews
-    values: dict[str, Value]
+    values: Mapping[str, Value]
     poison: bool
     poison_round: int
 
 
-def frozen(array: np.ndarray) -> np.ndarray:
-    """``array``, with memory of its own, never to be written again: such inputs are known by identity."""
-    if array.base is not None:
-        array = array.copy()
-    array.setflags(write=False)
-    return array
+def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Value]], tuple[Any, ...]]:
+    """What takes the values of ``names`` from a mapping. Its result raises ``KeyError``."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda values: tuple(values[name] for name in names)
 
 
-def _is_frozen(value: Value) -> bool:
-    """A view that may not be written says nothing about whoever owns its memory."""
-    return isinstance(value, np.ndarray) and value.base is None and not value.flags.writeable
+def _check_fits(name: str, have: Shape, room: Shape) -> None:
+    if have == room:
+        return
+    if len(have) != len(room) or any(n > limit for n, limit in zip(have, room, strict=True)):
+        raise GraphError(f"input {name!r} of shape {tuple(have)} does not fit its static view {tuple(room)}")
+
+
+def _wrong_names(values: Mapping[str, Value], fields: tuple[InputField, ...]) -> GraphError:
+    differing = values.keys() ^ {field.name for field in fields}
+    return GraphError(f"inputs do not match the schema: {sorted(differing)} missing or unknown")
 
 
 def _check_table(host_fields: tuple[InputField, ...]) -> None:
@@ -412,30 +417,6 @@ def _check_table(host_fields: tuple[InputField, ...]) -> None:
                 f"input {field.name!r} is stored by column, so it must be the last one on the host, have two "
                 "dimensions, pad 0 and no poison"
             )
-
-
-class _StagingRing:
-    """Host memory the next batch is written to. On a CPU that is the static buffer itself: nothing to
-    copy."""
-
-    def __init__(self, packed: Tensor) -> None:
-        self._address = packed.data_ptr()
-        self._next = 0
-        self._slots: list[PinnedSlot] = []
-        if packed.device.type == "cuda":
-            self._slots = [PinnedSlot(packed.nbytes, packed.device) for _ in range(_RING_SLOTS)]
-        self._hosts = [slot.host for slot in self._slots] or [packed.numpy()]
-
-    def acquire(self) -> tuple[int, np.ndarray]:
-        """The slot to write next and its memory, which no copy reads any more."""
-        if self._slots:
-            self._slots[self._next].wait()
-        return self._next, self._hosts[self._next]
-
-    def submit(self, num_bytes: int) -> None:
-        if self._slots:
-            self._slots[self._next].send(self._address, num_bytes)
-            self._next = (self._next + 1) % _RING_SLOTS
 
 
 def dim_size(dim: str | int, sizes: Mapping[str, int]) -> int:

@@ -122,8 +122,10 @@ class Dispatcher:
 
     def dispatch(self, shape: BatchShape) -> Dispatch:
         """The graph for this step, or the reason for running it eagerly."""
-        is_decode = shape.is_uniform(self._plan.uniform_query_len)
-        question = (is_decode, shape.num_tokens, shape.num_reqs, shape.has_lora, shape.uses_cascade)
+        query_len, num_reqs = self._plan.uniform_query_len, len(shape.query_lens)
+        is_decode = shape.is_uniform(query_len)
+        num_tokens = query_len * num_reqs if is_decode else shape.num_tokens
+        question = (is_decode, num_tokens, num_reqs, shape.has_lora, shape.uses_cascade)
         found = self._found.get(question)
         if found is None:
             if len(self._found) >= _MAX_KEPT:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from gapless.graphs.buffers import InputViews, StaticInputs, Value, dim_size
 from gapless.graphs.capture import warm_up
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
-from gapless.graphs.store import GraphKey, GraphStore, PaddingTiming
+from gapless.graphs.store import GraphKey, GraphStore, LedgerRow, PaddingTiming
 from gapless.graphs.wrapper import GraphWrapper
 
 logger = logging.getLogger(__name__)
@@ -156,15 +156,18 @@ class GraphRunner:
         results = self._run(bucket.views, bucket.contexts[mode], values, num_real, amend)
         if mode is RuntimeMode.NONE:
             return self._real_rows(results, num_real)
-        self._count_replay(bucket, num_real)
         counts = tuple(num_real.items())
-        known = bucket.real_rows.get(counts)
-        if known is None or known[0] is not results:
-            known = results, self._real_rows(results, num_real)
-            if len(bucket.real_rows) >= _MAX_KEPT:
-                bucket.real_rows.clear()
-            bucket.real_rows[counts] = known
-        return known[1]
+        known = bucket.known.get(counts)
+        if known is None or known.results is not results:
+            known = self._get_known(bucket, results, num_real)
+            if len(bucket.known) >= _MAX_KEPT:
+                bucket.known.clear()
+            bucket.known[counts] = known
+        row = known.row
+        row.replays += 1
+        row.tokens += known.num_counted
+        row.padding += known.num_padding
+        return known.real_rows
 
     def run_eager(
         self, descriptor: BatchDescriptor, values: Values, *, amend: Amend | None = None
@@ -254,6 +257,10 @@ class GraphRunner:
         num_real: Mapping[str, int],
         amend: Amend | None = None,
     ) -> None:
+        on_device = self.inputs.device_names
+        if self._prologue is None and amend is None and not on_device:
+            self.inputs.load(views, values)
+            return
         if self._prologue is not None or amend is not None:
             self.inputs.load(views, values)
             if amend is not None:
@@ -264,10 +271,8 @@ class GraphRunner:
             with torch.no_grad():
                 self.inputs.load_on_device(views, self._prologue(views, num_real))
             return
-        on_device = self.inputs.device_names
-        if len(on_device) in (0, len(self.inputs.fields)):
-            load = self.inputs.load_on_device if on_device else self.inputs.load
-            load(views, values)
+        if len(on_device) == len(self.inputs.fields):
+            self.inputs.load_on_device(views, values)
             return
         with nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
             self.inputs.load_all(views, values)
@@ -342,14 +347,19 @@ class GraphRunner:
     def _key(self, descriptor: BatchDescriptor) -> GraphKey:
         return GraphKey(self.phase, self.strategy.runtime_mode, descriptor)
 
-    def _count_replay(self, bucket: _Bucket, num_real: Mapping[str, int]) -> None:
+    def _get_known(
+        self, bucket: _Bucket, results: tuple[Tensor, ...], num_real: Mapping[str, int]
+    ) -> _KnownCounts:
         entry = self.store.get(bucket.key)
         assert entry is not None  # the wrapper would have raised
         num_counted = math.prod([num_real[symbol] for symbol in bucket.counted])
-        row = entry.row
-        row.replays += 1
-        row.tokens += num_counted
-        row.padding += bucket.num_counted - num_counted
+        return _KnownCounts(
+            results,
+            self._real_rows(results, num_real),
+            entry.row,
+            num_counted,
+            bucket.num_counted - num_counted,
+        )
 
 
 _MAX_KEPT = 256
@@ -366,10 +376,19 @@ class _Bucket:
     counted: tuple[str, ...]
     """Dimensions whose product the ledger counts as tokens, of which the bucket has ``num_counted``."""
     num_counted: int
-    real_rows: dict[tuple[tuple[str, int], ...], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(
-        default_factory=dict
-    )
-    """By real counts: a graph's outputs and their real rows (at most ``_MAX_KEPT``)."""
+    known: dict[tuple[tuple[str, int], ...], _KnownCounts] = field(default_factory=dict)
+    """By real counts (at most ``_MAX_KEPT``)."""
+
+
+class _KnownCounts(NamedTuple):
+    """What follows from the real counts of a replay."""
+
+    results: tuple[Tensor, ...]
+    """The graph's outputs, by which it is known."""
+    real_rows: tuple[Tensor, ...]
+    row: LedgerRow
+    num_counted: int
+    num_padding: int
 
 
 def prefix_of(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

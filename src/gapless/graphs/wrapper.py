@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from gapless.errors import GraphError, StaleAddressError
+from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.context import get_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.store import GraphKey, GraphStore
@@ -36,7 +37,8 @@ class GraphWrapper:
         self.fn = fn
         self.runtime_mode = runtime_mode
         self._phase, self._strategy, self._store = phase, strategy, store
-        self._addresses: dict[GraphKey, tuple[int | None, ...]] = {}
+        self._captured: dict[BatchDescriptor, tuple[GraphKey, list[int | None]]] = {}
+        """With the addresses of the arguments of the capture."""
 
     def __call__(self, *args: Any) -> Any:
         """Call through, capture (only while the store is open) or replay, as the forward context says.
@@ -48,14 +50,16 @@ class GraphWrapper:
         context = get_forward_context()
         if context.mode is not self.runtime_mode or context.descriptor is None:
             return self.fn(*args)
-        key = GraphKey(self._phase, self.runtime_mode, context.descriptor)
+        key, captured_addresses = self._captured.get(context.descriptor, (None, None))
+        if key is None:
+            key = GraphKey(self._phase, self.runtime_mode, context.descriptor)
         entry = self._store.get(key)
-        addresses = tuple(arg.data_ptr() if isinstance(arg, Tensor) else None for arg in args)
+        addresses = [arg.data_ptr() if isinstance(arg, Tensor) else None for arg in args]
         if entry is None:
             entry = self._store.capture(key, lambda: self.fn(*args), self._strategy)
-            self._addresses[key] = addresses
+            self._captured[context.descriptor] = key, addresses
             return entry.outputs
-        if addresses != self._addresses.get(key, addresses):
+        if captured_addresses is not None and addresses != captured_addresses:
             raise StaleAddressError(
                 f"an argument of {key} lies at another address than when it was captured: graphs read static "
                 "inputs, so copy the new values into the tensors of the capture"

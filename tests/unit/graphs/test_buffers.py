@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.errors import GraphError
-from gapless.graphs.buffers import InputField, StaticInputs, frozen
+from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.frozen_arrays import frozen
 
 FIELDS = (
     InputField(name="ids", dims=("tokens",), pad=0, poison=7),

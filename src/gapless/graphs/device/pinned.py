@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = ctypes.c_int(1), ctypes.c_int(2)
 
 
 class PinnedSlot:
@@ -30,7 +30,10 @@ class PinnedSlot:
         self._event = torch.cuda.Event()
         # Its handle is made by the first record, on the device of that stream, current or not.
         self._event.record(torch.cuda.current_stream(torch_device))
-        self._handle = self._event.cuda_event
+        # What the runtime is called with, made once: to convert integers takes as long as the call.
+        self._handle = ctypes.c_void_p(self._event.cuda_event)
+        self._here, self._there = ctypes.c_void_p(self._address), ctypes.c_void_p()
+        self._size, self._stream = ctypes.c_size_t(), ctypes.c_void_p()
 
     def wait(self) -> None:
         """Until the last copy has ended; the thread spins, which sees it soonest."""
@@ -43,21 +46,26 @@ class PinnedSlot:
     def send(self, address: int, num_bytes: int) -> None:
         """Queue a copy of the first ``num_bytes`` to the device memory at ``address``, on the current
         stream."""
-        self._queue(address, self._address, num_bytes, _HOST_TO_DEVICE)
+        self._there.value = address
+        self._queue(self._there, self._here, num_bytes, _HOST_TO_DEVICE)
 
     def fetch(self, address: int, num_bytes: int) -> None:
         """Queue a copy of ``num_bytes`` at ``address`` on the device into the slot, on the current stream."""
-        self._queue(self._address, address, num_bytes, _DEVICE_TO_HOST)
+        self._there.value = address
+        self._queue(self._here, self._there, num_bytes, _DEVICE_TO_HOST)
 
     def __del__(self) -> None:
         # The pinned-memory allocator has not seen the copies: it would give the memory to the next who asks.
         if hasattr(self, "_event"):
             self.wait()
 
-    def _queue(self, target: int, source: int, num_bytes: int, kind: int) -> None:
-        runtime = _runtime()
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        error = runtime.cudaMemcpyAsync(target, source, num_bytes, kind, stream)
+    def _queue(
+        self, target: ctypes.c_void_p, source: ctypes.c_void_p, num_bytes: int, kind: ctypes.c_int
+    ) -> None:
+        runtime, stream = _runtime(), self._stream
+        self._size.value = num_bytes
+        stream.value = torch._C._cuda_getCurrentRawStream(self._index)
+        error = runtime.cudaMemcpyAsync(target, source, self._size, kind, stream)
         error = error or runtime.cudaEventRecord(self._handle, stream)
         if error:
             raise RuntimeError(
@@ -71,9 +79,6 @@ def _runtime() -> Any:
     """The CUDA runtime that torch has loaded. Raises ``OSError`` where torch was built without a shared
     one."""
     runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    runtime.cudaMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_int, pointer)
-    runtime.cudaEventRecord.argtypes = (pointer, pointer)
     runtime.cudaGetErrorString.argtypes = (ctypes.c_int,)
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     return runtime

@@ -1,0 +1,200 @@
+"""Staging memory: where a batch is written on the host before one copy takes it to the static inputs.
+
+A ring of pinned slots, guarded by events, so that a slot is never overwritten before it was read; on a CPU
+the one slot is the static buffer itself. All buckets share a slot, each in a layout of its own, so each has a
+``SlotWriter`` per slot. Whoever wrote to a private slot last knows what lies there, and leaves alone what is
+right already: padding, and arrays that are never written again. Invariant: after ``write`` every byte of the
+bucket's fields is value or padding of this batch, whatever the slot held before (of a table by column: up to
+the number of bytes to copy). Read ``buffers.py`` for the inputs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.frozen_arrays import is_frozen
+
+_RING_SLOTS = 4
+
+Shape = tuple[int, ...]
+Pad = int | float | str
+"""A value, or ``"last"``: the last row again."""
+
+
+class StagingRing:
+    """Host memory the next batch is written to. On a CPU that is the static buffer itself: nothing to
+    copy."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self._address = packed.data_ptr()
+        self._next = 0
+        self._slots: list[PinnedSlot] = []
+        if packed.device.type == "cuda":
+            self._slots = [PinnedSlot(packed.nbytes, packed.device) for _ in range(_RING_SLOTS)]
+        self._hosts = [slot.host for slot in self._slots] or [packed.numpy()]
+        self.is_private = bool(self._slots)
+        """Nobody but those who fill it writes to its memory."""
+
+    def acquire(self) -> tuple[int, np.ndarray]:
+        """The slot to write next and its memory, which no copy reads any more."""
+        if self._slots:
+            self._slots[self._next].wait()
+        return self._next, self._hosts[self._next]
+
+    def submit(self, num_bytes: int) -> None:
+        """Send the first bytes of the slot that was acquired."""
+        if self._slots:
+            self._slots[self._next].send(self._address, num_bytes)
+            self._next = (self._next + 1) % _RING_SLOTS
+
+
+class HostTarget(NamedTuple):
+    """Where a field of one bucket lies in one slot. A table by column is the last field and starts at byte
+    ``table_start`` of the slot; None for any other field."""
+
+    memory: np.ndarray
+    table_start: int | None
+
+
+class SlotWriter:
+    """Writes batches of one bucket into one slot; ``host`` is all memory of the slot."""
+
+    def __init__(self, host: np.ndarray, targets: Sequence[HostTarget], num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._targets = [target.memory for target in targets]
+        self._table: _TableClearer | None = None
+        if targets and targets[-1].table_start is not None:
+            self._table = _TableClearer(host, targets[-1].memory, targets[-1].table_start)
+        self._num_padded = len(targets) - (self._table is not None)
+        # What the last write left, and views of the places that its shapes fill:
+        self._shapes: Sequence[Shape] = ()
+        self._pads: Sequence[Pad] = ()
+        self._parts: list[np.ndarray] = []
+        self._repeats: dict[int, np.ndarray] = {}
+        """By field that repeats its last row: where."""
+        self._written: list[np.ndarray | Tensor | None] = []
+        self._is_kept: list[bool | None] = []
+        """By field: whether ``_written`` is frozen, so that it is still there; None where nobody asked."""
+
+    def write(
+        self,
+        arrays: Sequence[np.ndarray | Tensor],
+        shapes: Sequence[Shape],
+        pads: Sequence[Pad],
+        *,
+        is_known: bool,
+        staged_before: int,
+    ) -> tuple[int, int]:
+        """Write a batch whose ``shapes`` fit, one array per field. ``is_known``: this writer was the last to
+        write to the slot.
+
+        Returns the bytes to copy, and where the values end: behind that the copied part of a table by column
+        is 0, as far as ``staged_before``, which is where values ended for the load before.
+        """
+        if not is_known or pads is not self._pads:
+            self._arrange(shapes, pads, is_known=is_known)
+        elif shapes is not self._shapes and shapes != self._shapes:
+            self._rearrange(shapes)
+        written, is_kept = self._written, self._is_kept
+        for place, part in enumerate(self._parts):
+            value = arrays[place]
+            if value is not written[place]:
+                written[place], is_kept[place] = value, None
+            elif is_kept[place]:
+                continue
+            elif is_kept[place] is None:  # frozen from this write on
+                is_kept[place] = is_frozen(value)
+            part[...] = value
+        for place, repeat in self._repeats.items():
+            value = arrays[place]
+            repeat[...] = value[-1] if len(value) else 0
+        if self._table is None:
+            return self._num_bytes, self._num_bytes
+        return self._table.clear(staged_before), self._table.end
+
+    def _arrange(self, shapes: Sequence[Shape], pads: Sequence[Pad], *, is_known: bool) -> None:
+        """Nothing is known of the slot, or the padding has changed: pad all that the batch does not fill."""
+        self._shapes, self._pads = shapes, pads
+        self._written, self._is_kept = [None] * len(self._targets), [None] * len(self._targets)
+        self._parts, self._repeats = [], {}
+        for place, target in enumerate(self._targets):
+            shape, pad = shapes[place], pads[place]
+            if shape == target.shape:
+                self._parts.append(target)
+                continue
+            self._parts.append(target[tuple(map(slice, shape))])
+            if place == self._num_padded:
+                continue
+            if isinstance(pad, str):
+                self._repeats[place] = target[shape[0] :]
+            elif len(shape) == 1:
+                target[shape[0] :] = pad
+            else:
+                target.fill(pad)
+        if self._table is not None:
+            self._table.change(shapes[-1], is_known=is_known)
+
+    def _rearrange(self, shapes: Sequence[Shape]) -> None:
+        """All but the batch that was written last is padding already."""
+        before, self._shapes = self._shapes, shapes
+        for place, shape in enumerate(shapes):
+            old = before[place]
+            if shape == old:
+                continue
+            target, pad = self._targets[place], self._pads[place]
+            if len(shape) > 1:
+                self._parts[place] = target[tuple(map(slice, shape))]
+                if place == self._num_padded and self._table is not None:
+                    self._table.change(shape, is_known=True)
+                elif not isinstance(pad, str):
+                    target.fill(pad)
+                else:
+                    self._repeats[place] = target[shape[0] :]
+                continue
+            (end,) = shape
+            self._parts[place] = target[:end]
+            if isinstance(pad, str):
+                self._repeats[place] = target[end:]
+            elif old[0] > end:
+                target[end : old[0]] = pad
+
+
+class _TableClearer:
+    """Keeps the by-column table of a ``SlotWriter`` 0 but for the rows and columns of the batch."""
+
+    def __init__(self, host: np.ndarray, table: np.ndarray, start: int) -> None:
+        self._host, self._table, self._start = host, table, start
+        self._column_bytes = table.shape[0] * table.itemsize
+        self._num_rows = self._num_columns = 0
+        self.end = start
+        """Of the columns of the batch."""
+        self._clean_end = start
+        """Up to here the slot holds the batch's rows and columns and zeros."""
+
+    def change(self, shape: Shape, *, is_known: bool) -> None:
+        """The next batch has these rows and columns. ``is_known``: the slot holds what this object left."""
+        (num_rows, num_columns), table = shape, self._table
+        self.end = self._start + num_columns * self._column_bytes
+        if not is_known:
+            # What the batch fills need not be cleared, where it fills whole columns.
+            self._clean_end = self.end if num_rows == table.shape[0] else self._start
+        else:
+            if self._num_columns > num_columns:
+                table[: self._num_rows, num_columns : self._num_columns] = 0
+            if self._num_rows > num_rows:
+                table[num_rows : self._num_rows, : self._num_columns] = 0
+        self._num_rows, self._num_columns = num_rows, num_columns
+        self.clear(self.end)
+
+    def clear(self, staged_before: int) -> int:
+        """Clear as far as is copied: over what the load before has put on the device. Returns that end."""
+        end = max(self.end, staged_before)
+        if end > self._clean_end:
+            self._host[self._clean_end : end] = 0
+            self._clean_end = end
+        return end
