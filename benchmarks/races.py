@@ -95,8 +95,8 @@ def barrier_phases(code: str) -> dict[int, frozenset[int]]:
     """After how many passes of barrier 1, modulo ``PERIOD``, each access to shared memory can come, by its
     offset; empty for one that runs on by itself or is never reached.
 
-    Raises ``ValueError`` for code with calls, jumps through tables without a list of targets, or other uses
-    of barrier 1.
+    Raises ``ValueError`` for code with calls, jumps through tables without a list of targets, threads that
+    meet elsewhere than they go on, or other uses of barrier 1.
     """
     instructions, labels = _parse(code)
     phases: dict[int, set[int]] = {
@@ -157,6 +157,16 @@ def _parse(code: str) -> tuple[list[_Instruction], dict[str, int]]:
                 )
             )
             is_labelled = False
+    meetings = {
+        (each.operands.partition(",")[0], labels[target])
+        for each in instructions
+        if each.op.startswith("BSSY")
+        for target in each.targets
+    }
+    for index, each in enumerate(instructions):
+        # Threads that have met go on where their BSSY says, which is always the next instruction.
+        if each.op.startswith("BSYNC") and (each.operands, index + 1) not in meetings:
+            raise ValueError(f"{each.op} {each.operands} goes on elsewhere")
     return instructions, labels
 
 

@@ -135,6 +135,19 @@ def test_what_no_barrier_of_all_threads_orders_stays_a_race(line: str, instead: 
     assert not is_ordered(race(0x20, 0x60, 0xA0), [CODE, changed]), "it may be the variant that ran"
 
 
+def test_where_threads_that_have_met_go_on_is_known() -> None:
+    """A barrier may lie between where they part and where they meet."""
+    part, meet = "        /*0008*/ BSSY B0, `(.L_x_2) ;\n", "        /*0018*/ BSYNC B0 ;\n"
+    code = CODE.replace("        /*0010*/", f"{part}        /*0010*/")
+    near = code.replace("        /*0020*/", f"{meet}.L_x_2:\n        /*0020*/")
+    assert 1 in barrier_phases(near)[0x20]
+    far = code.replace("        /*0020*/", f"{meet}        /*0020*/")
+    far = far.replace("        /*0088*/", ".L_x_2:\n        /*0088*/")
+    for changed in (far, near.replace("BSYNC B0", "BSYNC B1")):
+        with pytest.raises(ValueError, match="goes on elsewhere"):
+            barrier_phases(changed)
+
+
 def test_guards_that_hold_together_are_taken_together() -> None:
     code = CODE.replace("@!P1 EXIT", "NOP")
     for line in ("/*0040*/", "/*0050*/", "/*0058*/"):

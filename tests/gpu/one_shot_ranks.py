@@ -1,8 +1,8 @@
 """One rank of two or more that check or time sums in one kernel, each on its GPU. Prints a JSON object
 for each.
 
-``python one_shot_ranks.py WHAT RANK SIZE PORT``, with check, check_many, time and time_many in WHAT, comma
-between; run by ``test_one_shot_cuda.py``.
+``python one_shot_ranks.py WHAT RANK SIZE PORT``, with names of ``WHAT`` below, comma between; run by
+``test_one_shot_cuda.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gapless.kernels.launch import is_compiling_ahead
 from gapless.kernels.norm import add_rms_norm_into
 from gapless.parallel import bulk_choice, one_shot
 from gapless.parallel.bulk_sum import MAX_PROGRAMS, BulkReducer
@@ -93,6 +94,23 @@ def check(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
 def check_many(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
     kinds = ((300, torch.bfloat16), (129, torch.bfloat16), (2, torch.float16), (600, torch.bfloat16))
     return check_calls(group, bulk_of(group, reducer), kinds, NUM_BULK_ROUNDS)
+
+
+def check_refused(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
+    """As ``check``, after a rank could not launch the kernel for many rows and the others were released."""
+
+    def refuse(*_: Any) -> None:
+        if not is_compiling_ahead():
+            raise RuntimeError("refused")
+
+    if group.rank == 1:
+        BulkReducer.all_reduce = refuse  # type: ignore[method-assign]
+    group.find_one_shot()
+    few = group._one_shot
+    assert few is not None, group.sums_by
+    assert group._bulk is None, group.sums_by
+    assert not few.released.any()
+    return check(group, few)
 
 
 def bulk_of(group: RankGroup, few: OneShotReducer) -> BulkReducer:
@@ -238,6 +256,9 @@ def time_many(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
     return found
 
 
+WHAT = {each.__name__: each for each in (check, check_many, check_refused, time, time_many)}
+
+
 def main(what: str, rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
@@ -247,7 +268,7 @@ def main(what: str, rank: int, size: int, port: int) -> None:
     group.agree()
     with torch.no_grad():
         for name in what.split(","):
-            run = {"check": check, "check_many": check_many, "time": time, "time_many": time_many}[name]
+            run = WHAT[name]
             print(json.dumps(run(group, reducer)), flush=True)
     torch.cuda.synchronize()
     group.agree()

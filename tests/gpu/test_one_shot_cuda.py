@@ -17,7 +17,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("what", ["check", "check_many"], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(
+    "what", ["check", "check_many", "check_refused"], ids=["few rows", "many rows", "many refused"]
+)
 def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere(what: str):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -34,7 +34,7 @@ from gapless.kernels.jit import write_rms_norm
 # mypy: allow-untyped-defs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or start-up would have tried one of three variants
 def sum_many_rows_kernel(
     partial_TE,
     residual_TE,
@@ -66,6 +66,7 @@ def sum_many_rows_kernel(
     element = tl.max_contiguous(tl.arange(0, SIZE_PAD), 8)
     is_element = element < SIZE
     dtype: tl.constexpr = partial_TE.dtype.element_ty
+    ALIGNED: tl.constexpr = 128 // dtype.primitive_bitwidth  # rows and regions are multiples of 16 bytes
     if HAS_NORM:
         weight = tl.load(weight_E + element, mask=is_element, other=0.0).to(tl.float32)
     if EARLY:
@@ -81,7 +82,7 @@ def sum_many_rows_kernel(
         for step in tl.static_range(1, NUM_RANKS):
             address = tl.load(inbox_addresses_R + (RANK + step) % NUM_RANKS).to(tl.pointer_type(dtype))
             region = ((half + (NUM_RANKS - 1 - step)) * NUM_PROGRAMS + program) * REGION
-            target = tl.multiple_of(address, 16) + tl.multiple_of(region + number * SIZE, 8) + element
+            target = tl.multiple_of(address, 16) + tl.multiple_of(region + number * SIZE, ALIGNED) + element
             tl.store(target, own_E, mask=is_element)
     tl.debug_barrier()  # all threads have sent their part, and have read the epoch
     tl.store(epochs_P + program, epoch)
@@ -111,7 +112,7 @@ def sum_many_rows_kernel(
             else:
                 behind = half + (source - RANK - 1 + NUM_RANKS) % NUM_RANKS
                 region = (behind * NUM_PROGRAMS + program) * REGION
-                place = typed_inbox + tl.multiple_of(region + number * SIZE, 8) + element
+                place = typed_inbox + tl.multiple_of(region + number * SIZE, ALIGNED) + element
                 values_E = tl.load(place, mask=is_element, other=0.0, cache_modifier=".cg")
             total_E += values_E.to(tl.float32)
         row_E = total_E.to(dtype)

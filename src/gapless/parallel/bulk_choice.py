@@ -55,6 +55,10 @@ def find_bulk(
         return None, f"NCCL above ({reason or 'no memory on another rank'})"
     compile_first(reducer, torch_device)
     if (problem := cannot_launch(reducer, few.release_waiting, torch_device, agree)) is not None:
+        few.wait_again()  # or its sums would take what has not come
+        # No kernel of another rank writes to this one any more; and where a rank was lost meanwhile, whose
+        # release has just been undone, this raises.
+        agree(True)
         return None, f"NCCL above ({problem})"
     checked = [rows for rows in _CHECKED_ROWS if _fits(reducer, rows)]
     if not agree(is_right(reducer, group, torch_device, checked)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -80,6 +80,7 @@ class RankGroup(Agreements):
         self._threads_before: int | None = None
         self._is_apart = self._is_capturing = self._is_warm = self._is_closed = False
         self._aborting: threading.Thread | None = None
+        self._abort_lock = threading.Lock()
         self._owns_world = not dist.is_initialized()
         timeout = timedelta(seconds=timeout_s)
         is_cuda = torch_device.type == "cuda"
@@ -195,8 +196,7 @@ class RankGroup(Agreements):
         one way, many in another. Every rank calls it, before anything is captured."""
         ask: dict[str, Any] = {"agree": self.agree, "from_first": self.from_first}
         where = (self._tensors, self._control, self.torch_device)
-        keep = partial(setattr, self, "_one_shot")
-        self._one_shot, self.sums_by = find_one_shot(*where, on_open=keep, **ask)
+        self._one_shot, self.sums_by = find_one_shot(*where, on_open=self._keep_one_shot, **ask)
         if self._one_shot is not None:
             self._bulk, above = find_bulk(*where, few=self._one_shot, **ask)
             self.sums_by = f"one kernel up to {self._one_shot.max_bytes} bytes, {above}"
@@ -223,8 +223,11 @@ class RankGroup(Agreements):
         if self._failure is None:
             torch.cuda.synchronize(self.torch_device)
         # It may wait for kernels that wait for a rank that is gone, or goes now; no call of it can be ended.
-        leaving = threading.Thread(target=self._leave, name="rank-leaving", daemon=True)
-        leaving.start()
+        leaving = _started(self._leave, "rank-leaving")
+        if leaving is None:
+            if self._failure is None:
+                self._leave()
+            return
         while leaving.is_alive() and self._failure is None:
             leaving.join(_LOOK_S)
         leaving.join(_LEAVE_S)
@@ -239,9 +242,9 @@ class RankGroup(Agreements):
                 torch.cuda.synchronize(self.torch_device)
                 ended.append(True)
 
-        waiting = threading.Thread(target=synchronize, name="rank-idle", daemon=True)
-        waiting.start()
-        waiting.join(limit_s)
+        waiting = _started(synchronize, "rank-idle")
+        if waiting is not None:
+            waiting.join(limit_s)
         return bool(ended)
 
     def _leave(self) -> None:
@@ -249,8 +252,10 @@ class RankGroup(Agreements):
             torch.cuda.set_device(self.torch_device)  # the current device is that of a thread
             if self._failure is None:
                 self._forget_graphs()
-            elif self._aborting is not None:
-                self._aborting.join()
+            if self._failure is not None:
+                self._abort()  # whoever said so, perhaps just now, may not have come that far
+                if self._aborting is not None:
+                    self._aborting.join()
         self._board = None
         self._one_shot = self._bulk = None  # to free their memory waits for the device
         with suppress(RuntimeError, ValueError):  # of a peer that has gone already
@@ -315,13 +320,30 @@ class RankGroup(Agreements):
                 one_shot.release_waiting()
         if self.torch_device.type != "cuda":
             _abort_backend(self._tensors, self.torch_device)
-        elif self._aborting is None:
+        else:
             # It tells the kernels at once, and then waits until the last graph that holds the communicator
             # has gone, which is up to whoever called this.
-            arguments = (self._tensors, self.torch_device)
-            self._aborting = threading.Thread(target=_abort_backend, args=arguments, daemon=True)
-            self._aborting.start()
+            with self._abort_lock:  # the end of the group may come here at the same time
+                if self._aborting is None:
+                    abort = partial(_abort_backend, self._tensors, self.torch_device)
+                    self._aborting = _started(abort, "rank-aborting")
         _abort_backend(self._control, _CPU)
+
+    def _keep_one_shot(self, reducer: OneShotReducer) -> None:
+        """What ``fail`` releases from now on. Raises if it has been called: nothing may wait any more."""
+        self._one_shot = reducer
+        self.check()
+
+
+def _started(run: Callable[[], object], name: str) -> threading.Thread | None:
+    """A thread that the end of the interpreter does not wait for; None if it is ending, when Python (3.12 and
+    later) starts none."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def _abort_backend(group: Any, device: torch.device) -> None:

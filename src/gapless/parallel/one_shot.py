@@ -105,6 +105,10 @@ class OneShotReducer:
         idle. What they leave is wrong; nobody may use it. Called from another thread than the steps'."""
         self._release()
 
+    def wait_again(self) -> None:
+        """Undoes ``release_waiting``, of ranks that are all there, when the device is idle."""
+        self._mailbox.released.zero_()
+
     def serves(self, partial_TE: Tensor) -> bool:
         """Whether this sum, over rows of the last dimension, is for the one kernel."""
         row_bytes = partial_TE.shape[-1] * partial_TE.itemsize

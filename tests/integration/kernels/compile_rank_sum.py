@@ -68,6 +68,11 @@ def compile_and_tell(kernel: Any, grid: Any, args: Any, constants: dict[str, Any
         "has_norm": constants["HAS_NORM"],
         "num_warps": constants["num_warps"],
         "registers": max(map(int, re.findall(r"REG:(\d+)", used))),
+        "variants_by": [
+            param.name
+            for param, value in zip(kernel.params, args, strict=False)
+            if type(value) is int and not param.do_not_specialize
+        ],
         "instructions": [name for name in instructions if name.startswith(_TOLD)],
     }
     print(json.dumps(described))

@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from gapless.kernels.norm import fused_add_rms_norm
 from gapless.parallel import bulk_sum
 from gapless.parallel.bulk_sum import BulkReducer, Inbox
+from gapless.parallel.one_shot import Mailbox, OneShotReducer
 from kernel_oracles import DTYPES, assert_close_to
 
 pytestmark = pytest.mark.skipif(
@@ -49,12 +50,11 @@ def run_ranks(num_ranks: int, work: Work, folder: Path, *, gone: Sequence[int] =
     return rank_processes.run_ranks(num_ranks, num_words, with_reducer, folder, gone=gone)
 
 
-def shapes(seed: int) -> list[tuple[int, int, bool]]:
+def shapes(seed: int, sizes: Sequence[int]) -> list[tuple[int, int, bool]]:
     """``(rows, size, with norm)`` of each round: fewer rows than programs, as many, more, and uneven."""
     draw = random.Random(seed)
     return [
-        (draw.choice((1, 2, 3, 4, 7, 12)), draw.choice((16, 24, 96, 64)), draw.random() < 0.6)
-        for _ in range(NUM_ROUNDS)
+        (draw.choice((1, 2, 3, 4, 7, 12)), draw.choice(sizes), draw.random() < 0.6) for _ in range(NUM_ROUNDS)
     ]
 
 
@@ -62,7 +62,8 @@ def shapes(seed: int) -> list[tuple[int, int, bool]]:
 def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere(
     num_ranks: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    rounds = shapes(num_ranks)
+    # All are multiples of 16 bytes; in float32 not all of 8 elements.
+    rounds = shapes(num_ranks, (16, 24, 96, 64) if dtype.itemsize == 2 else (4, 12, 96, 20))
 
     def work(reducer: BulkReducer, rank: int) -> list[Tensor]:
         found, own = [], random.Random(rank)
@@ -163,3 +164,44 @@ def test_memory_is_divided_among_halves_sources_and_programs(size: int, monkeypa
     assert 2 * (size - 1) * num_programs * per_program <= 64 * 1024 * 1024
     assert Inbox.num_words(size, num_programs) * 8 < 65 * 1024 * 1024
     assert per_program >= 16 * 1024, "a row of any length that is served"
+
+
+def test_dtypes_ranks_kernels_and_aliases_in_turn(tmp_path: Path) -> None:
+    """Both kernels keep their own count; what is summed may be overwritten with either result."""
+    draw = random.Random(4)
+    forms = [(torch.float32, 12), (torch.bfloat16, 24), (torch.float16, 8), (torch.float32, 4)]
+    ways = ("sum", "sum is partial", "sum is residual", "normed is partial", "normed is residual")
+    rounds = [(draw.choice(forms), draw.choice((1, 3, 7)), way, draw.random() < 0.4) for way in ways * 3]
+    num_ranks, num_words = 4, Inbox.num_words(4, PROGRAMS)
+
+    def work(words: Tensor, addresses: list[int], rank: int) -> list[Tensor]:
+        released = torch.zeros(1, dtype=torch.int32)
+        where = {"rank": rank, "num_programs": PROGRAMS, "released": released}
+        behind = [address + num_words * 8 for address in addresses]
+        few = OneShotReducer(Mailbox.of_words(words[num_words:], behind, rank=rank))
+        many = BulkReducer(Inbox.of_words(words[:num_words], addresses, **where))
+        found = []
+        for number, ((dtype, size), num_rows, way, is_few) in enumerate(rounds):
+            reducer = few if is_few else many
+            values = values_of(rank, number, num_rows, size, dtype)
+            assert reducer.serves(values)
+            residual, weight = residual_and_weight(number, num_rows, size, dtype)
+            residual = residual.contiguous()
+            by_name = {"partial": values, "residual": residual}
+            out = {"sum": torch.empty_like(values), "normed": torch.empty_like(values)}
+            if way != "sum":
+                out[way.split()[0]] = by_name[way.split()[-1]]
+            reducer.sum_add_rms_norm(values, residual, weight, EPS, out["sum"], out["normed"])
+            found += [out["sum"], out["normed"]]
+        return found
+
+    results = rank_processes.run_ranks(num_ranks, num_words + Mailbox.num_words(num_ranks), work, tmp_path)
+    for number, ((dtype, size), num_rows, way, _) in enumerate(rounds):
+        total = torch.zeros(num_rows, size)
+        for rank in range(num_ranks):
+            total += values_of(rank, number, num_rows, size, dtype).float()
+        residual, weight = residual_and_weight(number, num_rows, size, dtype)
+        wanted = fused_add_rms_norm(total.to(dtype), residual, weight, EPS)
+        for found in results:
+            assert torch.equal(found[2 * number], wanted[0]), way
+            assert_close_to(found[2 * number + 1], wanted[1])

@@ -224,14 +224,75 @@ def test_a_failure_does_not_wait_for_the_graphs_that_hold_a_communicator(monkeyp
     lost._control = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(abort=lambda: None))
     lost.torch_device, lost._failure, lost._failed = torch.device("cuda", 0), None, threading.Event()
     lost._one_shot = lost._aborting = None
+    lost._abort_lock = threading.Lock()
     start = time.monotonic()
-    for _ in range(2):
-        lost.fail(RankError("lost"))
+    failing = [threading.Thread(target=lost.fail, args=(RankError("lost"),)) for _ in range(2)]
+    for thread in failing:
+        thread.start()
+    lost.fail(RankError("lost"))
+    for thread in failing:
+        thread.join(30)
     assert time.monotonic() - start < 10
     assert not ended
     graphs_gone.set()
     lost._aborting.join(30)
     assert ended == ["aborted"], "once, however often the group fails"
+
+
+def test_a_rank_that_is_lost_when_a_group_is_left_is_aborted_before_the_group_goes(monkeypatch):
+    """Whoever notes the failure may be anywhere on its way."""
+    log: list[str] = []
+    leaving = object.__new__(RankGroup)
+    leaving.torch_device, leaving._failure, leaving._owns_world = torch.device("cuda", 0), None, True
+    leaving._one_shot = leaving._aborting = None
+    leaving._abort_lock = threading.Lock()
+    slow = SimpleNamespace(abort=lambda: (time.sleep(0.2), log.append("aborted")))
+    leaving._tensors = SimpleNamespace(_get_backend=lambda device: slow)
+    leaving._control = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(abort=lambda: None))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: log.append("gone"))
+    monkeypatch.setattr(leaving, "_forget_graphs", lambda: setattr(leaving, "_failure", RankError("lost")))
+    leaving._leave()
+    assert log == ["aborted", "gone"]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_group_that_ends_with_the_interpreter_needs_no_thread(monkeypatch, is_lost):
+    """Python 3.12 starts none any more by then."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    left: list[bool] = []
+    group = object.__new__(RankGroup)
+    group.torch_device = torch.device("cuda", 0)
+    group._is_closed, group._threads_before = False, None
+    group._failure = RankError("lost") if is_lost else None
+    group._one_shot = group._tensors = group._control = group._aborting = None
+    group._abort_lock = threading.Lock()
+    monkeypatch.setattr(group, "_leave", lambda: left.append(True))
+    assert not group.becomes_idle(30)
+    group.close()
+    assert left == ([] if is_lost else [True]), "who waits for a rank that is gone could not be given up"
+
+
+def test_a_kernel_that_is_found_after_a_rank_was_lost_is_never_launched(group, monkeypatch):
+    """Whoever noted the failure had nothing to release."""
+    monkeypatch.setattr(group, "_abort", lambda: None)
+    launched: list[str] = []
+
+    def find(*_: Any, on_open: Any, **others: Any) -> Any:
+        group.fail(RankError("lost"))
+        on_open(SimpleNamespace())
+        launched.append("a kernel that waits")
+
+    monkeypatch.setattr(group_module, "find_one_shot", find)
+    with pytest.raises(RankError, match="lost"):
+        group.find_one_shot()
+    assert not launched
+    group._failed.clear()
 
 
 def test_a_device_that_does_not_become_idle_is_not_waited_for(monkeypatch):
