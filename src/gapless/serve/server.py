@@ -18,7 +18,8 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
@@ -26,6 +27,7 @@ from gapless.errors import ConfigError
 from gapless.serve.client import EngineClient, ManagedClient
 from gapless.serve.connection import Connection
 from gapless.serve.engine_process import EngineOpener
+from gapless.serve.intake import Intake
 from gapless.serve.messages import EngineInfo
 from gapless.serve.process_client import ProcessClient, ProgressCallback
 from gapless.serve.replica import RestartRule
@@ -221,7 +223,7 @@ def _make_server(app: Any, settings: ServerSettings) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=cast(Any, partial(Connection, intake=Intake())),  # its type is read too narrowly
             log_config=None,
             access_log=False,  # access_log.py writes it, with request ids
             root_path=settings.root_path,
