@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -94,6 +95,10 @@ async def _serve(
             return 0
         try:
             server = _make_server(make_app(client), settings)
+            # What start-up has made lives as long as the process. The collector would look at all of it again
+            # and again, tens of milliseconds in which no stream moves.
+            gc.collect()
+            gc.freeze()
             announce.on_ready(client.info)
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
             try:
