@@ -25,9 +25,6 @@ from gapless.serve.settings import AccessLog
 
 _access = logging.getLogger("gapless.access")
 _log = logging.getLogger("gapless.serve")
-PLAIN_SEND = "gapless.send"
-"""In a request's scope: how the server below is told of an answer's body. The layers in between look at its
-head alone, and a streamed token would be passed through each of them."""
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -47,7 +44,6 @@ class RequestLog:
         if self._root_path:
             scope["root_path"] = self._root_path
         entry = _Entry(scope)
-        scope[PLAIN_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -15,7 +15,6 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gapless.serve.access_log import PLAIN_SEND
 from gapless.serve.deltas import WhileConnected
 from gapless.serve.errors import ClientGoneError, as_api_error, engine_fault
 
@@ -23,6 +22,9 @@ DONE = b"data: [DONE]\n\n"
 Events = AsyncGenerator[bytes, None]
 """Framed events, several in one item where they belong together; each ends with a blank line."""
 
+PLAIN_SEND = "gapless.send"
+"""In a request's scope: how the server around the application is told of an answer's body. The layers in
+between look at its head alone, and a streamed token would be passed through each of them."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """The second stops nginx from collecting events before it passes them on."""
 
