@@ -1,9 +1,11 @@
 """A small HTTP/1.1 client for load: streamed answers to JSON requests, over connections that are kept.
 
-A benchmark's client must cost less than the server it measures; this one does nothing per event but split it
-off and note the time. It speaks what OpenAI-compatible servers speak (chunked or closed-at-end bodies,
-``data:`` events) and refuses everything else loudly. Invariant: a connection returns to the pool only after
-its answer was read to the end. Read ``serve_load.py`` for what is measured with it.
+A benchmark's client must cost less than the server it measures: bytes are split into events where they
+arrive, each with the time of its arrival, and no task wakes up for them unless it asks to. It speaks what
+OpenAI-compatible servers speak (chunked or closed-at-end bodies, ``data:`` events) and refuses everything
+else loudly. Invariants: requests leave one after the other, each before the next one's connection is opened;
+a connection returns to the pool only after its answer was read to the end. Read ``http_answer.py`` for how
+an answer is read, ``serve_load.py`` for what is measured.
 """
 
 from __future__ import annotations
@@ -11,22 +13,20 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from gapless.errors import ConfigError, GaplessError
+from gapless.bench.http_answer import Answer, HttpFailure
+from gapless.errors import ConfigError
+
+__all__ = ["Endpoint", "Exchange", "HttpClient", "HttpFailure"]
 
 _LIMIT_BYTES = 1 << 20
-"""Longest line or event."""
-
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class HttpFailure(GaplessError):
-    """The server answered with an error, or with something that is no answer."""
+"""Longest event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,112 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class Exchange:
+    """One request and what has arrived of its answer."""
+
+    def __init__(self, what: str, *, is_stream: bool) -> None:
+        self.sent_s = 0.0
+        """When sending began, before a connection was opened, on the clock of ``perf_counter``."""
+        self.events: list[tuple[float, bytes]] = []
+        """The data of each event and when it arrived."""
+        self.body = b""
+        """What is no event: an error's body, JSON, the beginning of the next event."""
+        self.answer = Answer()
+        self._what, self._is_stream = what, is_stream
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wakes_for_events = False
+
+    async def whole(self) -> None:
+        """Until the answer has ended. Raises ``HttpFailure``, also for another status than 200."""
+        while not self.answer.is_done:
+            await self._wait()
+        self._check()
+
+    async def next_events(self) -> list[bytes]:
+        """What has come since the last call; empty at the end. Raises as ``whole``."""
+        self._wakes_for_events = True
+        while not self.events and not self.answer.is_done:
+            await self._wait()
+        self._check()
+        events, self.events = self.events, []
+        return [data for _, data in events]
+
+    def feed(self, data: bytes, now: float) -> None:
+        try:
+            parts = self.answer.feed(data)
+            self.body += b"".join(parts)
+            if self._is_stream and self.answer.status == 200:
+                *whole, self.body = self.body.split(b"\n\n")
+                self.events += [(now, frame[6:]) for frame in whole if frame.startswith(b"data: ")]
+                if len(self.body) > _LIMIT_BYTES:
+                    raise HttpFailure("the server sends an event that does not end")
+        except HttpFailure as failure:
+            self.fail(failure)
+            return
+        if self.answer.is_done or (self._wakes_for_events and self.events):
+            self._wake()
+
+    def end(self, error: Exception | None) -> None:
+        """The connection has been closed."""
+        if not self.answer.end() and self._failure is None:
+            why = error or HttpFailure(f"{self._what}: the connection was closed within the answer")
+            self._failure = why
+        self._wake()
+
+    def fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self._wake()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check(self) -> None:
+        if not self.answer.is_done:
+            return
+        if self.answer.status != 200:
+            message = _message_of(self.body.decode(errors="replace"))
+            raise HttpFailure(f"{self._what}: {self.answer.status}, {message}")
+
+
+class _Connection(asyncio.Protocol):
+    """One exchange at a time."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.is_open = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        if self.exchange is None:
+            self.close()  # nobody has asked
+        else:
+            self.exchange.feed(data, time.perf_counter())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self.exchange is not None:
+            self.exchange.end(error)
+
+    def send(self, data: bytes, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self.is_open = False
+        self._transport.close()
+
+
 class HttpClient:
     """Requests to one endpoint, as many at once as are asked for."""
 
@@ -69,56 +175,45 @@ class HttpClient:
         self._endpoint = endpoint
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._idle: list[Connection] = []
+        self._idle: list[_Connection] = []
+        self._turn = asyncio.Lock()
 
     async def get_json(self, path: str) -> Any:
-        return json.loads(b"".join([part async for part in self._request("GET", path, None)]))
+        async with self.exchange("GET", path, None) as exchange:
+            await exchange.whole()
+            return json.loads(exchange.body)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The data of each event as it comes. Raises ``HttpFailure``, ``OSError``."""
-        rest = b""
-        async with aclosing(self._request("POST", path, json.dumps(body).encode())) as parts:
-            async for part in parts:
-                *whole, rest = (rest + part).split(b"\n\n")
-                for frame in whole:
-                    if frame.startswith(b"data: "):
-                        yield frame[6:]
-                if len(rest) > _LIMIT_BYTES:
-                    raise HttpFailure("the server sends an event that does not end")
-        if rest.strip():
-            raise HttpFailure(f"the answer ends within an event: {rest[:200]!r}")
+        async with self.exchange("POST", path, json.dumps(body).encode()) as exchange:
+            while events := await exchange.next_events():
+                for data in events:
+                    yield data
+            check_end(exchange)
+
+    @asynccontextmanager
+    async def exchange(self, method: str, path: str, body: bytes | None) -> AsyncIterator[Exchange]:
+        """A request that has been sent; the answer to a POST is a stream of events. The connection is kept if
+        its answer has ended with the block."""
+        exchange = Exchange(f"{method} {path}", is_stream=method == "POST")
+        data = self._head(method, path, body) + (body or b"")
+        async with self._turn:  # first come, first sent
+            exchange.sent_s = time.perf_counter()
+            connection = await self._connection()
+            connection.send(data, exchange)
+        try:
+            yield exchange
+        finally:
+            connection.exchange = None
+            if exchange.answer.keeps_connection and connection.is_open:
+                self._idle.append(connection)
+            else:
+                connection.close()
 
     async def close(self) -> None:
-        for _, writer in self._idle:
-            writer.close()
+        for connection in self._idle:
+            connection.close()
         self._idle.clear()
-
-    async def _request(self, method: str, path: str, body: bytes | None) -> AsyncGenerator[bytes, None]:
-        """Parts of a successful answer's body."""
-        head = self._head(method, path, body)
-        reader, writer = await self._connection()
-        is_reusable = False
-        try:
-            writer.write(head + (body or b""))
-            await writer.drain()
-            status, headers = await _read_head(reader)
-            parts = _body_parts(reader, headers)
-            if status != 200:
-                text = b"".join([part async for part in parts]).decode(errors="replace")
-                raise HttpFailure(f"{method} {path}: {status}, {_message_of(text)}")
-            async for part in parts:
-                yield part
-            has_end = "transfer-encoding" in headers or "content-length" in headers
-            is_reusable = has_end and headers.get("connection", "").lower() != "close"
-        except asyncio.IncompleteReadError:
-            raise HttpFailure(f"{method} {path}: the connection was closed within the answer") from None
-        except asyncio.LimitOverrunError:
-            raise HttpFailure(f"{method} {path}: what the server sends is not HTTP") from None
-        finally:
-            if is_reusable:
-                self._idle.append((reader, writer))
-            else:
-                writer.close()
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         headers = {"Host": self._endpoint.authority, "Accept": "*/*", **self._headers}
@@ -128,38 +223,30 @@ class HttpClient:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> _Connection:
         while self._idle:
-            reader, writer = self._idle.pop()
-            if not reader.at_eof() and not writer.is_closing():
-                return reader, writer
-            writer.close()
-        return await asyncio.open_connection(
-            self._endpoint.host, self._endpoint.port, ssl=self._tls, limit=_LIMIT_BYTES
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        _, connection = await asyncio.get_running_loop().create_connection(
+            _Connection, self._endpoint.host, self._endpoint.port, ssl=self._tls
         )
+        return connection
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    first, *lines = head.rstrip().split("\r\n")
-    version, _, rest = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-        raise HttpFailure(f"what the server sends is not HTTP: {first[:80]!r}")
-    pairs = (line.partition(":") for line in lines)
-    return int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+def check_end(exchange: Exchange) -> None:
+    """Raises ``HttpFailure`` if a stream of events has ended within one."""
+    if exchange.body.strip():
+        raise HttpFailure(f"the answer ends within an event: {exchange.body[:200]!r}")
 
 
-async def _body_parts(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    if "chunked" in headers.get("transfer-encoding", "").lower():
-        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-        while await reader.readuntil(b"\r\n") != b"\r\n":
-            pass  # trailers
-    elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
-    else:
-        while part := await reader.read(1 << 16):
-            yield part
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Of a faster event loop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _message_of(text: str) -> str:

@@ -15,11 +15,10 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from gapless.bench.http_stream import Endpoint, HttpClient, HttpFailure
+from gapless.bench.http_stream import Endpoint, Exchange, HttpClient, HttpFailure, check_end, loop_factory
 from gapless.bench.serve_figures import Outcome, check_answers, summary
 from gapless.bench.workload import Lengths, PromptSource
 from gapless.errors import ConfigError
@@ -71,21 +70,23 @@ OnDone = Callable[[int, int], None]
 def measure_serving(options: LoadOptions, *, on_done: OnDone = lambda done, total: None) -> dict[str, Any]:
     """Send the load and wait for all of it. Raises ``HttpFailure`` if the server refuses the first request,
     ``OSError`` if there is none."""
-    return asyncio.run(_measure(options, on_done))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_measure(options, on_done))
 
 
 async def _measure(options: LoadOptions, on_done: OnDone) -> dict[str, Any]:
     client = HttpClient(Endpoint.parse(options.url), api_key=options.api_key)
     try:
         model = options.model or await _first_model(client)
-        prompts = _prompts(options)
+        requests = _requests(model, options)
         warmup = PromptSource(options.vocab_size, seed=options.seed + 1)
         for _ in range(options.num_warmups):
-            first = await _send(client, model, -1, warmup.prompt(options.lengths.low), options)
+            prompt = warmup.prompt(options.lengths.low)
+            first = await _send(client, _request(model, -1, prompt, options), options.timeout_s)
             if first.error is not None:
                 raise HttpFailure(f"a first request failed: {first.error}")
         start = time.perf_counter()
-        outcomes = await _send_all(client, model, prompts, options, on_done)
+        outcomes = await _send_all(client, requests, options, on_done)
         duration_s = time.perf_counter() - start
     finally:
         await client.close()
@@ -95,12 +96,38 @@ async def _measure(options: LoadOptions, on_done: OnDone) -> dict[str, Any]:
     return result
 
 
-def _prompts(options: LoadOptions) -> list[tuple[int, list[int]]]:
-    """In the order of sending, each with the number of its text."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Encoded before the clock starts."""
+
+    prompt_index: int
+    """The number of its prompt's text."""
+    prompt_len: int
+    body: bytes
+
+
+def _request(model: str, index: int, prompt: list[int], options: LoadOptions) -> _Request:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": options.output_len,
+        "temperature": options.temperature,
+        "ignore_eos": options.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return _Request(index, len(prompt), json.dumps(body).encode())
+
+
+def _requests(model: str, options: LoadOptions) -> list[_Request]:
+    """In the order of sending."""
     source = PromptSource(options.vocab_size, seed=options.seed)
     num_different = min(CHECK_PROMPTS, options.num_prompts) if options.check else options.num_prompts
-    different = source.prompts(options.lengths.draw(source.rng, num_different))
-    return [(i % num_different, different[i % num_different]) for i in range(options.num_prompts)]
+    different = [
+        _request(model, index, prompt, options)
+        for index, prompt in enumerate(source.prompts(options.lengths.draw(source.rng, num_different)))
+    ]
+    return [different[i % num_different] for i in range(options.num_prompts)]
 
 
 def arrival_times(count: int, *, rate: float, burstiness: float, rng: random.Random) -> list[float]:
@@ -115,54 +142,44 @@ def arrival_times(count: int, *, rate: float, burstiness: float, rng: random.Ran
 
 
 async def _send_all(
-    client: HttpClient,
-    model: str,
-    prompts: Sequence[tuple[int, list[int]]],
-    options: LoadOptions,
-    on_done: OnDone,
+    client: HttpClient, requests: Sequence[_Request], options: LoadOptions, on_done: OnDone
 ) -> list[Outcome]:
     rng = random.Random(options.seed)
-    times = arrival_times(len(prompts), rate=options.request_rate, burstiness=options.burstiness, rng=rng)
-    slots = asyncio.Semaphore(options.max_concurrency or len(prompts))
+    times = arrival_times(len(requests), rate=options.request_rate, burstiness=options.burstiness, rng=rng)
+    slots = asyncio.Semaphore(options.max_concurrency or len(requests))
     num_done = 0
 
-    async def one(index: int, prompt: list[int]) -> Outcome:
+    async def one(request: _Request) -> Outcome:
         nonlocal num_done
         async with slots:
-            outcome = await _send(client, model, index, prompt, options)
+            outcome = await _send(client, request, options.timeout_s)
         num_done += 1
-        on_done(num_done, len(prompts))
+        on_done(num_done, len(requests))
         return outcome
 
     start = time.perf_counter()
     tasks = []
-    for at_s, (index, prompt) in zip(times, prompts, strict=True):
+    for at_s, request in zip(times, requests, strict=True):
         wait_s = start + at_s - time.perf_counter()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        tasks.append(asyncio.create_task(one(index, prompt)))
+        tasks.append(asyncio.create_task(one(request)))
     return await asyncio.gather(*tasks)
 
 
-async def _send(
-    client: HttpClient, model: str, index: int, prompt: list[int], options: LoadOptions
-) -> Outcome:
+async def _send(client: HttpClient, request: _Request, timeout_s: float) -> Outcome:
     """Never raises for what a server may do wrong."""
-    outcome = Outcome(prompt_index=index, prompt_len=len(prompt))
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": options.output_len,
-        "temperature": options.temperature,
-        "ignore_eos": options.ignore_eos,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    outcome = Outcome(prompt_index=request.prompt_index, prompt_len=request.prompt_len)
     try:
-        async with asyncio.timeout(options.timeout_s):
-            await _read_answer(client, body, outcome)
+        async with (
+            asyncio.timeout(timeout_s),
+            client.exchange("POST", "/v1/completions", request.body) as exchange,
+        ):
+            outcome.start_s = exchange.sent_s
+            await exchange.whole()
+        _read_answer(exchange, outcome)
     except TimeoutError:
-        outcome.error = f"no whole answer within {options.timeout_s:g} s"
+        outcome.error = f"no whole answer within {timeout_s:g} s"
     except (HttpFailure, OSError) as error:
         outcome.error = str(error) or type(error).__name__
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -170,31 +187,30 @@ async def _send(
     return outcome
 
 
-async def _read_answer(client: HttpClient, body: dict[str, Any], outcome: Outcome) -> None:
-    clock = time.perf_counter
-    start = last = outcome.start_s = clock()
+def _read_answer(exchange: Exchange, outcome: Outcome) -> None:
+    """Of a stream that has ended: what its events say is read only now, their times are of their arrival."""
+    start = last = exchange.sent_s
     is_finished = is_whole = False
     usage: dict[str, Any] | None = None
     texts: list[str] = []
-    async with aclosing(client.events("/v1/completions", body)) as events:
-        async for data in events:
-            now = clock()
-            if data == b"[DONE]":
-                is_whole = True
-                continue
-            event = json.loads(data)
-            if "error" in event:
-                raise HttpFailure(str(event["error"]["message"]))
-            usage = event.get("usage") or usage
-            if event["choices"]:
-                choice = event["choices"][0]
-                if outcome.ttft_s == 0.0:
-                    outcome.ttft_s = now - start
-                else:
-                    outcome.itl_s.append(now - last)
-                last = now
-                texts.append(choice["text"])
-                is_finished = is_finished or choice["finish_reason"] is not None
+    for arrived_s, data in exchange.events:
+        if data == b"[DONE]":
+            is_whole = True
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise HttpFailure(str(event["error"]["message"]))
+        usage = event.get("usage") or usage
+        if event["choices"]:
+            choice = event["choices"][0]
+            if not texts:
+                outcome.ttft_s = arrived_s - start
+            else:
+                outcome.itl_s.append(arrived_s - last)
+            last = arrived_s
+            texts.append(choice["text"])
+            is_finished = is_finished or choice["finish_reason"] is not None
+    check_end(exchange)
     outcome.latency_s = last - start
     outcome.text = "".join(texts)
     if not (is_whole and is_finished):

@@ -54,6 +54,13 @@ class Choice:
         self.embedding: list[float] | None = None
         self._is_plain = self._logprobs is None and not self._reads_every_token and sequence.matcher is None
         """Tokens are only counted and looked up among those that end the choice."""
+        self._is_plain_text = (
+            self._reads_every_token
+            and not params.stop
+            and self._logprobs is None
+            and sequence.matcher is None
+        )
+        """The same, and become text that may be shown at once."""
         self._stop_token_ids = sequence.request.stop_token_ids
         self._max_total_tokens = sequence.request.max_total_tokens
 
@@ -61,10 +68,12 @@ class Choice:
         """Take the token drawn next; say whether the choice ends with it."""
         sequence = self.sequence
         sequence.append_token(token_id)
-        if self._is_plain and token_id not in self._stop_token_ids:
+        if (self._is_plain or self._is_plain_text) and token_id not in self._stop_token_ids:
             num_tokens = len(sequence.token_ids)
             if num_tokens < self._max_total_tokens:
                 self._num_text_tokens = num_tokens
+                if self._detokenizer is not None and self._is_plain_text:
+                    self._text.feed(self._detokenizer.advance(num_tokens))
                 return None
         if self._logprobs is not None and candidates is not None:
             self._logprobs.append(self._with_text(candidates))

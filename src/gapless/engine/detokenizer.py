@@ -15,7 +15,8 @@ from typing import Any, Protocol
 _REPLACEMENT = "\ufffd"
 _PROMPT_CONTEXT = 6
 """Prompt tokens in the first window: enough that the first output token keeps its leading space."""
-_MAX_WINDOW = 16
+_MAX_WINDOW = 6
+"""Decoding costs as much for each token in the window; moving it costs one more decoding."""
 _HARD_WINDOW = 64
 """The window moves on here even where no good place was seen (only special tokens, or only broken bytes)."""
 _MAX_CHARACTER_TOKENS = 4
@@ -82,6 +83,14 @@ class Detokenizer:
 
     def _take_token(self) -> str:
         end = self._read + 1
+        text = self._decode(self._start, end)
+        if text.startswith(self._emitted) and not text.endswith(_REPLACEMENT):  # for most tokens: lean
+            piece = text[len(self._emitted) :]
+            self._read, self._emitted = end, text
+            if end - self._start > _MAX_WINDOW:
+                self._move_window(0)
+            self._clean = end
+            return piece
         text = self._window_text(end)
         num_final = len(text.rstrip(_REPLACEMENT))
         if num_final < len(text) and end - self._clean >= _MAX_CHARACTER_TOKENS:

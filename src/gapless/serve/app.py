@@ -1,8 +1,9 @@
 """The HTTP application: every endpoint over one engine client.
 
 From the outside in: request ids and the log, cross-origin rules, keys, then the endpoints, each of which
-reads its body itself (``limits.py``). All layers are plain ASGI, so that a streamed token passes through as
-one call. Whatever an endpoint raises becomes an OpenAI error body in ``errors.py``. Read ``routes/`` next.
+reads its body itself (``limits.py``). All layers are plain ASGI and look at an answer's head alone; a
+streamed token goes past them. Whatever an endpoint raises becomes an OpenAI error body in ``errors.py``. Read
+``routes/`` next.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gapless.errors import GaplessError
 from gapless.multimodal.loading import MediaLoader
@@ -33,6 +35,7 @@ from gapless.serve.metrics import RequestMetrics
 from gapless.serve.routes import chat, completions, embeddings, status, tokens
 from gapless.serve.routes.documented import describe
 from gapless.serve.settings import ServerSettings
+from gapless.serve.sse import PLAIN_SEND
 from gapless.serve.tools import parser_of_template
 from gapless.serve.version import version
 
@@ -72,7 +75,7 @@ def create_app(
         if media is not None:
             media.close()
 
-    app = FastAPI(
+    app = _Application(
         lifespan=lifespan,
         title="Gapless",
         version=version(),
@@ -99,6 +102,14 @@ def create_app(
         )
     app.add_middleware(RequestLog, metrics=metrics, form=settings.access_log, root_path=settings.root_path)
     return app
+
+
+class _Application(FastAPI):
+    """Tells the endpoints how to write past all layers."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[PLAIN_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def _tool_format(settings: ServerSettings, template: str | None) -> str | None:

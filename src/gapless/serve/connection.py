@@ -15,9 +15,10 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gapless.serve.errors import ApiError
+from gapless.serve.intake import Intake
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers. Cookies and tokens of single sign-on have been seen with 32 KiB."""
@@ -28,8 +29,10 @@ _LINGER_S = 1.0
 class Connection(HttpToolsProtocol):
     """Closed, after an answer where one can be read, once a limit is passed."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, intake: Intake, **kwargs: Any) -> None:
+        """``intake``: that of the server, which all its connections share."""
         super().__init__(*args, **kwargs)
+        self._intake = intake
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._is_in_head = self._is_head_too_large = self._is_refused = self._is_resuming = False
@@ -71,6 +74,10 @@ class Connection(HttpToolsProtocol):
                 return
             else:
                 return
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        start = super()._start_asgi_task
+        self._intake.add(lambda: start(cycle, app))
 
     def _ignore_upgrade(self) -> None:
         """Java's client asks for HTTP/2 with its first request, which may have a body. The parser has stopped

@@ -20,9 +20,9 @@ PER_TURN = 32
 
 
 class Delivery:
-    """``deliver`` is given each delta."""
+    """``deliver`` is given a request and its new deltas."""
 
-    def __init__(self, deliver: Callable[[Delta], None]) -> None:
+    def __init__(self, deliver: Callable[[str, list[Delta]], None]) -> None:
         self._deliver = deliver
         self._waiting: dict[str, list[Delta]] = {}
 
@@ -40,6 +40,5 @@ class Delivery:
         others still wait."""
         waiting = self._waiting
         for request_id in list(islice(waiting, num_requests)):  # one look at the dict, however many have left
-            for delta in waiting.pop(request_id):
-                self._deliver(delta)
+            self._deliver(request_id, waiting.pop(request_id))
         return bool(waiting)

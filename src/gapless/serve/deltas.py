@@ -49,23 +49,49 @@ async def deltas_of(
         await merged.aclose()
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; it is cancelled, and ``ClientGoneError`` raised, when the connection closes.
+class WhileConnected:
+    """A block that is cancelled, and ends with ``ClientGoneError``, when the connection closes.
 
-    Only for requests whose body has been read: ``receive`` then has nothing to say but that.
+    The work stays in its caller's task: a request reaches the engine in the same turn of the event loop in
+    which it was read, before the next one is looked at. Only for requests whose body has been read:
+    ``receive`` then has nothing to say but that its other side has gone.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError("the connection was closed before the answer was ready")
-        return task.result()
-    finally:
-        await cancel(task, watcher)
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = self._is_over = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancels = task, task.cancelling()
+        self._watcher = asyncio.ensure_future(_disconnected(self._receive))
+        self._watcher.add_done_callback(self._end_block)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        self._is_over = True
+        self._watcher.cancel()
+        if not self._is_gone:
+            return
+        num_others = self._task.uncancel()
+        if kind is asyncio.CancelledError and num_others <= self._num_cancels:
+            raise ClientGoneError("the connection was closed before the answer was complete") from None
+
+    def _end_block(self, watcher: asyncio.Future[None]) -> None:
+        if not watcher.cancelled():
+            watcher.exception()  # nothing can be heard of the connection any more, whatever the reason
+        if not self._is_over:
+            self._is_gone = True
+            self._task.cancel()
 
 
-async def disconnected(receive: Receive) -> None:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, unless the connection closes before (see ``WhileConnected``)."""
+    async with WhileConnected(receive):
+        return await work
+
+
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 

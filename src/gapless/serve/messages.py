@@ -3,8 +3,9 @@
 Prompts cross as token ids: the HTTP process owns templates and tokenising, the engine process owns
 detokenising, so text is made where the tokens are and nothing is sent twice. Output crosses as *deltas*: one
 ``StepOutput`` per engine step with what is new in every stream, so a long answer costs no more per token than
-a short one. Arrays of structs are encoded without field names, and the patches of images travel beside their
-message (``frames.py``). Read ``client.py`` for the seam that the HTTP side programs against.
+a short one. Arrays of structs are encoded without field names, those of which each step makes hundreds are
+kept from the garbage collector (they hold no other struct in a circle), and the patches of images travel
+beside their message (``frames.py``). Read ``client.py`` for the seam that the HTTP side programs against.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, kw_only=True):
 ToEngine = GenerateRequest | EmbedRequest | AbortRequest | Query | ResetPrefixCache | Shutdown
 
 
-class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One candidate at one position; ``text`` is the token alone, decoded."""
 
     token_id: int
@@ -153,7 +154,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     text: str | None = None
 
 
-class Delta(msgspec.Struct, array_like=True, frozen=True):
+class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What is new in choice ``index`` of a request since its last delta.
 
     ``logprobs``: per new token its candidates, the drawn one first. ``prompt_logprobs`` comes once, with the

@@ -358,13 +358,14 @@ class ProcessClient:
                 self._failed = message
                 self._die(message.message)
 
-    def _deliver(self, delta: Delta) -> None:
-        stream = self._streams.get(delta.request_id)
+    def _deliver(self, request_id: str, deltas: list[Delta]) -> None:
+        stream = self._streams.get(request_id)
         if stream is None:
             return  # its reader has gone, and the abort is on its way
-        stream.put(delta)
+        for delta in deltas:
+            stream.put(delta)
         if stream.is_complete:
-            self._forget(delta.request_id)
+            self._forget(request_id)
 
     def _check_process(self) -> None:
         """The process may have ended; what it said last is read first."""

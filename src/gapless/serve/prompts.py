@@ -43,7 +43,7 @@ def need_tokenizer(context: ServeContext) -> TextTokenizer:
 
 
 async def encode_prompt(
-    context: ServeContext, prompt: str | list[int], *, name: str = "prompt", add_special_tokens: bool = True
+    context: ServeContext, prompt: str | list[int], *, name: str, add_special_tokens: bool
 ) -> list[int]:
     """Token ids of text or ids. ``name`` is the field at fault in errors. Raises ``ApiError``."""
     if isinstance(prompt, str):
@@ -52,10 +52,21 @@ async def encode_prompt(
     return prompt
 
 
+async def encode_prompts(
+    context: ServeContext, prompts: Sequence[str | list[int]], *, name: str, add_special_tokens: bool
+) -> list[list[int]]:
+    """``encode_prompt`` of each. A request may have a thousand: others get their turn in between."""
+    found: list[list[int]] = []
+    for prompt in prompts:
+        if found:
+            await asyncio.sleep(0)
+        found.append(await encode_prompt(context, prompt, name=name, add_special_tokens=add_special_tokens))
+    return found
+
+
 async def encode_text(context: ServeContext, text: str, *, add_special_tokens: bool) -> list[int]:
     tokenizer = need_tokenizer(context)
     if len(text) <= _INLINE_CHARS:
-        await asyncio.sleep(0)  # a request may have a thousand prompts; others get their turn in between
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 

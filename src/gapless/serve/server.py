@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -18,7 +19,8 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
@@ -26,6 +28,7 @@ from gapless.errors import ConfigError
 from gapless.serve.client import EngineClient, ManagedClient
 from gapless.serve.connection import Connection
 from gapless.serve.engine_process import EngineOpener
+from gapless.serve.intake import Intake
 from gapless.serve.messages import EngineInfo
 from gapless.serve.process_client import ProcessClient, ProgressCallback
 from gapless.serve.replica import RestartRule
@@ -92,6 +95,10 @@ async def _serve(
             return 0
         try:
             server = _make_server(make_app(client), settings)
+            # What start-up has made lives as long as the process. The collector would look at all of it again
+            # and again, tens of milliseconds in which no stream moves.
+            gc.collect()
+            gc.freeze()
             announce.on_ready(client.info)
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
             try:
@@ -221,7 +228,7 @@ def _make_server(app: Any, settings: ServerSettings) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=cast(Any, partial(Connection, intake=Intake())),  # its type is read too narrowly
             log_config=None,
             access_log=False,  # access_log.py writes it, with request ids
             root_path=settings.root_path,

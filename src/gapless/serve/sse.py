@@ -8,7 +8,6 @@ request.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 
@@ -16,13 +15,16 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gapless.serve.deltas import cancel, disconnected, unless_gone
+from gapless.serve.deltas import WhileConnected
 from gapless.serve.errors import ClientGoneError, as_api_error, engine_fault
 
 DONE = b"data: [DONE]\n\n"
 Events = AsyncGenerator[bytes, None]
 """Framed events, several in one item where they belong together; each ends with a blank line."""
 
+PLAIN_SEND = "gapless.send"
+"""In a request's scope: how the server around the application is told of an answer's body. The layers in
+between look at its head alone, and a streamed token would be passed through each of them."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """The second stops nginx from collecting events before it passes them on."""
 
@@ -34,50 +36,48 @@ def event(value: msgspec.Struct) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-async def open_stream(events: Events, receive: Receive) -> EventStream:
-    """Wait for the first event. Raises what the source raises, and ``ClientGoneError``."""
+class TextEvent:
+    """Events that differ in one text only, which most of a stream's do: the rest is encoded once.
 
-    async def first() -> bytes | None:
-        return await anext(events, None)
+    ``sample``: such an event with an empty text as ``field``, which cannot be found inside a string: quotes
+    there have a backslash before them."""
 
-    try:
-        begin = await unless_gone(receive, first())
-    except BaseException:
-        await events.aclose()
-        raise
-    if begin is None:
-        raise engine_fault("it ended without a token")
-    return EventStream(begin, events)
+    def __init__(self, sample: msgspec.Struct, field: str) -> None:
+        before, _, after = event(sample).partition(b'"%s":""' % field.encode())
+        assert after, "the sample has no such field"
+        self._before, self._after = b'%s"%s":' % (before, field.encode()), after
+
+    def of(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
 
 
 class EventStream(Response):
-    """The answer. The source is read no faster than the connection takes."""
+    """The answer. The source is read no faster than the connection takes. Raises what the source raises
+    before its first event, and ``ClientGoneError``."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, begin: bytes, events: Events) -> None:
+    def __init__(self, events: Events) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
-        self._begin, self._events = begin, events
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.ensure_future(self._write(send))
-        watcher = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not writer.done():
-                raise ClientGoneError("the connection was closed while its answer was streamed")
-            writer.result()
+            async with WhileConnected(receive):
+                begin = await anext(self._events, None)
+                if begin is None:
+                    raise engine_fault("it ended without a token")
+                await self._write(begin, send, scope.get(PLAIN_SEND, send))
         finally:
-            await cancel(writer, watcher)
             await self._events.aclose()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, begin: bytes, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await send({"type": "http.response.body", "body": self._begin, "more_body": True})
+            await send_body({"type": "http.response.body", "body": begin, "more_body": True})
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send_body({"type": "http.response.body", "body": data, "more_body": True})
             last = DONE
         except OSError as error:  # what servers raise when the other side has gone
             raise ClientGoneError("the connection was closed while its answer was streamed") from error
@@ -86,4 +86,4 @@ class EventStream(Response):
             if known.code == "internal_error":
                 _log.exception("a stream failed")
             last = b"data: " + known.body() + b"\n\n"
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send_body({"type": "http.response.body", "body": last, "more_body": False})

@@ -44,7 +44,8 @@ class AnswerStream:
             self._pending[delta.index] = _Merged(earlier, delta)
         if delta.finish_reason is not None:
             self.num_unfinished -= 1
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """No more deltas will come."""
@@ -67,8 +68,9 @@ class AnswerStream:
         return [delta.build() if isinstance(delta, _Merged) else delta for delta in pending.values()]
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class _Merged:

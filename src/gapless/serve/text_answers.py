@@ -18,7 +18,7 @@ from gapless.serve.deltas import Deltas
 from gapless.serve.logprobs import answer_logprobs, join, prompt_logprobs
 from gapless.serve.messages import Delta, TokenLogprob
 from gapless.serve.responses import TextChoice, TextCompletion, TextLogprobs, Usage
-from gapless.serve.sse import Events, event
+from gapless.serve.sse import Events, TextEvent, event
 from gapless.serve.text_offsets import AnswerOffsets
 
 
@@ -92,7 +92,12 @@ async def text_events(
                 usage.add(position, delta)
                 if delta.prompt_logprobs is not None:
                     echoed[position] = delta.prompt_logprobs
-                chunk = choices[position][delta.index].chunk(delta, echoed.get(position))
+                choice = choices[position][delta.index]
+                if choice.is_plain(delta):
+                    if delta.text:
+                        events.append(choice.plain_event(delta.text, completion))
+                    continue
+                chunk = choice.chunk(delta, echoed.get(position))
                 if chunk is not None:
                     events.append(event(completion(chunk)))
             if events:
@@ -117,7 +122,18 @@ class _Choice:
         self._offsets: AnswerOffsets | None = None
         if self._num_top is not None:
             self._offsets = format.offsets_after(position, len(self._echo.text) if self._echo else 0)
-        self._has_begun = False
+        self._has_begun = self._echo is None
+        self._is_text_only = self._num_top is None and not format.drops_text
+        self._plain: TextEvent | None = None
+
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether its event differs from others in its text only."""
+        return self._has_begun and self._is_text_only and delta.finish_reason is None
+
+    def plain_event(self, text: str, completion: Callable[[TextChoice], TextCompletion]) -> bytes:
+        if self._plain is None:
+            self._plain = TextEvent(completion(self.choice("", [], None, None)), "text")
+        return self._plain.of(text)
 
     def begin(
         self, of_prompt: Sequence[Sequence[TokenLogprob] | None] | None

@@ -14,7 +14,7 @@ def delta(request: int, number: int) -> Delta:
 
 def test_one_turn_serves_a_few_requests_and_says_that_others_wait() -> None:
     got: list[Delta] = []
-    delivery = Delivery(got.append)
+    delivery = Delivery(lambda request_id, deltas: got.extend(deltas))
     delivery.add(delta(request, 0) for request in range(PER_TURN + 3))
     assert delivery.hand_out()
     assert [found.request_id for found in got] == [f"r{request}" for request in range(PER_TURN)]
@@ -25,7 +25,7 @@ def test_one_turn_serves_a_few_requests_and_says_that_others_wait() -> None:
 
 def test_who_has_waited_longest_is_next_and_gets_all_that_came_meanwhile() -> None:
     got: list[Delta] = []
-    delivery = Delivery(got.append)
+    delivery = Delivery(lambda request_id, deltas: got.extend(deltas))
     delivery.add([delta(0, 0), delta(1, 0), delta(2, 0)])
     assert delivery.hand_out(1)
     delivery.add([delta(0, 1), delta(1, 1), delta(2, 1)])
@@ -40,7 +40,7 @@ def test_who_has_waited_longest_is_next_and_gets_all_that_came_meanwhile() -> No
 def test_nothing_is_lost_doubled_or_reordered() -> None:
     rng = random.Random(0)
     got: list[Delta] = []
-    delivery = Delivery(got.append)
+    delivery = Delivery(lambda request_id, deltas: got.extend(deltas))
     sent: dict[int, int] = {}
     for _ in range(500):
         step = rng.sample(range(100), rng.randrange(100))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from http_fakes import Connection, FakeClient, answer, chat_body, events_of, make_app, post, spell, text_body
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from gapless.serve import chat_stream, text_answers
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TEXTS = st.text(max_size=40) | st.sampled_from(
@@ -139,6 +142,26 @@ def test_streamed_tool_calls_equal_the_whole_ones(parts, sizes, k, choice, paral
     whole = post(app, CHAT, chat_body(**fields)).json()
     events = events_of(post(app, CHAT, chat_body(**fields, stream=True)))
     assert assemble_chat(events, has_logprobs=k is not None) == without_ids(whole["choices"])
+
+
+@given(
+    text=TEXTS,
+    sizes=SIZES,
+    n=st.integers(1, 2),
+    usage=st.booleans(),
+    model=st.sampled_from(['"text":""', "é"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_events_of_plain_text_are_the_bytes_that_encoding_them_whole_gives(text, sizes, n, usage, model):
+    app = make_app(FakeClient(answer(text, sizes=sizes)), served_model_names=(model,))
+    options = {"model": model, "n": n, "stream": True, "stream_options": {"include_usage": usage}}
+    for path, body, module in ((CHAT, chat_body, chat_stream), (TEXT, text_body, text_answers)):
+        quick = post(app, path, body(**options)).content
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module._Choice, "is_plain", lambda self, delta: False)
+            slow = post(app, path, body(**options)).content
+        changing = rb'"id":"[^"]*","created":\d+'
+        assert re.sub(changing, b"", quick) == re.sub(changing, b"", slow)
 
 
 def test_a_chat_stream_begins_with_the_role_and_ends_each_choice_with_an_empty_delta():

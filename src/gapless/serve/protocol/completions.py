@@ -30,7 +30,7 @@ def as_prompt_list(name: str, value: Any) -> list[str | list[int]]:
 
 def _are_ids(value: list[Any]) -> bool:
     """Token ids are integers; which of them exist is checked with the vocabulary at hand."""
-    return bool(value) and all(type(item) is int for item in value)
+    return set(map(type, value)) == {int}
 
 
 _IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}

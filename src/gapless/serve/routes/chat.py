@@ -14,10 +14,10 @@ from gapless.serve.messages import GenerateRequest
 from gapless.serve.metrics import RequestClock
 from gapless.serve.prompts import cache_extra_of, check_ids, check_length, encode_chat
 from gapless.serve.protocol.chat import ChatRequest, NamedTool
-from gapless.serve.routes.documented import takes
+from gapless.serve.routes.direct import endpoint
 from gapless.serve.routes.replies import json_reply
 from gapless.serve.sampling import chat_params, forced_call_grammar, grammar_of
-from gapless.serve.sse import open_stream
+from gapless.serve.sse import EventStream
 from gapless.serve.token_bytes import token_bytes_of
 from gapless.serve.tools import NEEDS_SPECIAL_TOKENS
 
@@ -25,7 +25,7 @@ from gapless.serve.tools import NEEDS_SPECIAL_TOKENS
 def add_routes(app: FastAPI, context: ServeContext) -> None:
     token_bytes = token_bytes_of(context.tokenizer)
 
-    @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), tags=["generate"])
+    @endpoint(app, "/v1/chat/completions", ChatRequest, tag="generate")
     async def chat_completions(http: Request) -> Response:
         clock = RequestClock(context.metrics)
         request = await context.parse(http, ChatRequest)
@@ -80,7 +80,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 usage=UsageCounter([len(token_ids)]),
                 includes_usage=request.includes_usage,
             )
-            return await open_stream(events, http.receive)
+            return EventStream(events)
         collected = await unless_gone(
             http.receive, collect_whole(context.client, [generate], clock=clock, n=n)
         )

@@ -11,12 +11,12 @@ from gapless.serve.deltas import deltas_of, unless_gone
 from gapless.serve.errors import ApiError
 from gapless.serve.messages import GenerateRequest
 from gapless.serve.metrics import RequestClock
-from gapless.serve.prompts import cache_extra_of, check_length, encode_prompt
+from gapless.serve.prompts import cache_extra_of, check_length, encode_prompts
 from gapless.serve.protocol.completions import CompletionRequest
-from gapless.serve.routes.documented import takes
+from gapless.serve.routes.direct import endpoint
 from gapless.serve.routes.replies import json_reply
 from gapless.serve.sampling import completion_params, grammar_of
-from gapless.serve.sse import open_stream
+from gapless.serve.sse import EventStream
 from gapless.serve.text_answers import Echo, TextFormat, text_events
 from gapless.serve.text_offsets import AnswerOffsets, prompt_offsets
 
@@ -25,7 +25,7 @@ MAX_CHOICES = 4096
 
 
 def add_routes(app: FastAPI, context: ServeContext) -> None:
-    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), tags=["generate"])
+    @endpoint(app, "/v1/completions", CompletionRequest, tag="generate")
     async def completions(http: Request) -> Response:
         clock = RequestClock(context.metrics)
         request = await context.parse(http, CompletionRequest)
@@ -42,10 +42,9 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 param="n",
                 code="invalid_value",
             )
-        prompts = [
-            await encode_prompt(context, prompt, add_special_tokens=request.add_special_tokens)
-            for prompt in request.prompt
-        ]
+        prompts = await encode_prompts(
+            context, request.prompt, name="prompt", add_special_tokens=request.add_special_tokens
+        )
         for token_ids in prompts:
             check_length(context, len(token_ids), params, name="prompt")
         format = TextFormat(
@@ -85,7 +84,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
                 includes_usage=request.includes_usage,
                 num_prompts=len(prompts),
             )
-            return await open_stream(events, http.receive)
+            return EventStream(events)
         collected = await unless_gone(http.receive, collect_whole(context.client, requests, clock=clock, n=n))
         return json_reply(format.completion(collected))
 

@@ -13,21 +13,20 @@ from gapless.serve.context import ServeContext, new_id, now
 from gapless.serve.deltas import cancel, unless_gone
 from gapless.serve.errors import ApiError
 from gapless.serve.messages import EmbedRequest
-from gapless.serve.prompts import cache_extra_of, encode_prompt
+from gapless.serve.prompts import cache_extra_of, encode_prompts
 from gapless.serve.protocol.embeddings import EmbeddingRequest
 from gapless.serve.responses import EmbeddingData, EmbeddingList, Usage
-from gapless.serve.routes.documented import takes
+from gapless.serve.routes.direct import endpoint
 from gapless.serve.routes.replies import json_reply
 
 
 def add_routes(app: FastAPI, context: ServeContext) -> None:
-    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingRequest), tags=["embed"])
+    @endpoint(app, "/v1/embeddings", EmbeddingRequest, tag="embed")
     async def embeddings(http: Request) -> Response:
         request = await context.parse(http, EmbeddingRequest)
-        prompts = [
-            await encode_prompt(context, prompt, name="input", add_special_tokens=request.add_special_tokens)
-            for prompt in request.input
-        ]
+        prompts = await encode_prompts(
+            context, request.input, name="input", add_special_tokens=request.add_special_tokens
+        )
         limit = context.client.info.max_model_len
         longest = max(map(len, prompts))
         if longest > limit:

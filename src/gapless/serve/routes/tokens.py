@@ -11,12 +11,12 @@ from gapless.serve.context import ServeContext, TextTokenizer
 from gapless.serve.prompts import check_ids, encode_chat, encode_text, need_tokenizer
 from gapless.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from gapless.serve.responses import Detokenized, Tokens
-from gapless.serve.routes.documented import takes
+from gapless.serve.routes.direct import endpoint
 from gapless.serve.routes.replies import json_reply
 
 
 def add_routes(app: FastAPI, context: ServeContext) -> None:
-    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), tags=["tokens"])
+    @endpoint(app, "/tokenize", TokenizeRequest, tag="tokens")
     async def tokenize(http: Request) -> Response:
         request = await context.parse(http, TokenizeRequest)
         tokenizer = need_tokenizer(context)
@@ -44,7 +44,7 @@ def add_routes(app: FastAPI, context: ServeContext) -> None:
             Tokens(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=strings)
         )
 
-    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), tags=["tokens"])
+    @endpoint(app, "/detokenize", DetokenizeRequest, tag="tokens")
     async def detokenize(http: Request) -> Response:
         request = await context.parse(http, DetokenizeRequest)
         tokenizer = need_tokenizer(context)
