@@ -3,7 +3,10 @@
 For each number of ranks: seconds until ready and of every stage, milliseconds per token of a
 single greedy stream (the difference between two lengths, so prefill is left out), milliseconds of a prompt
 with one new token, how sums over ranks are made; then the logits of a few prompts against those of the first
-number, in standard deviations, and for how many tokens the greedy answers are the same.
+number, in standard deviations, and for how many tokens the greedy answers are the same. What is noise is told
+by the same engine (``logits_rms_between_batches``): the same prompts one by one instead of together, which
+are products of other numbers of rows; and by the distance between each prompt's two best tokens
+(``gaps_of_first_tokens``), below which a token may turn out differently.
 
 Each is a process of its own that may take ``--limit`` seconds: one that hangs is ended with all its ranks,
 and the others are measured. The output file has every row as soon as it is known.
@@ -153,7 +156,12 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         prompts = [prompt(length) for length in (5, 33, 100)]
         llm.reset_prefix_cache()
         llm.generate(prompts, params(1))
-        logits = llm.runner.graphs.logits[: len(prompts)].float().cpu().clone()
+        logits = _first_logits(llm, len(prompts))
+        alone = []
+        for each in prompts:
+            llm.reset_prefix_cache()
+            llm.generate([each], params(1))
+            alone.append(_first_logits(llm, 1))
         llm.reset_prefix_cache()
         outputs = llm.generate(prompts, params(AGREEING))
     ranks_report = report["startup"]["ranks"] or {}
@@ -175,8 +183,25 @@ def measure(args: argparse.Namespace, ranks: int, strategy: str) -> tuple[Any, .
         "num_graphs": len(report["graphs"]),
         "failures": report["failures"],
         "eager": report["eager"],
+        "logits_rms_between_batches": _rms(torch.cat(alone) - logits) / float(logits.std()),
+        "gaps_of_first_tokens": _gaps(logits),
     }
     return row, logits, [output.outputs[0].token_ids for output in outputs]
+
+
+def _first_logits(llm: Any, num_rows: int) -> torch.Tensor:
+    """Of the step that has just ended: ``[R, V]`` float32 on the host."""
+    return llm.runner.graphs.logits[:num_rows].float().cpu().clone()
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def _gaps(logits: torch.Tensor) -> list[float]:
+    """Between the two best of each row, in standard deviations of all."""
+    best, second = logits.topk(2, dim=-1).values.unbind(-1)
+    return ((best - second) / logits.std()).tolist()
 
 
 def capture_seconds(graphs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -198,7 +223,7 @@ def agreement(first: Answers, other: Answers) -> dict[str, Any]:
         for a, b in zip(first[1], other[1], strict=True)
     ]
     return {
-        "logits_rms_difference": float(difference.square().mean().sqrt()),
+        "logits_rms_difference": _rms(difference),
         "logits_max_difference": float(difference.abs().max()),
         "tokens_before_first_difference": same,
     }

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,48 @@ def test_logits_are_those_of_one_gpu_up_to_the_noise_of_the_dtype(source: str):
             found.append(llm.runner.graphs.logits[: len(PROMPTS)].float().cpu().clone())
     difference = (found[1] - found[0]) / found[0].std()
     assert float(difference.square().mean().sqrt()) < 0.05
+
+
+EXPERTS: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "head_dim": None,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 200,
+    "shared_expert_intermediate_size": 256,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_that_two_gpus_share_are_those_of_one(strategy: str, tmp_path: Path):
+    """Slices of 100 are padded. Every strategy equals padded eager, and both ranks count the same tokens."""
+    source = write_model(tmp_path, **EXPERTS)
+    found = []
+    for ranks in (1, 2):
+        options = {**OPTIONS, **STRATEGIES[strategy], "count_expert_tokens": True, "dtype": "bfloat16"}
+        if ranks == 1:
+            options.pop("break_at_all_reduce", None)
+        with LLM(source, tensor_parallel_size=ranks, **options) as llm:
+            llm.runner.max_steps_ahead = 0  # a step ahead would count tokens that are dropped
+            tokens_of(llm, PROMPTS, greedy(1))
+            found.append(llm.runner.graphs.logits[: len(PROMPTS)].float().cpu().clone())
+            if ranks == 1:
+                continue
+            llm.reset_prefix_cache()
+            llm.reset_report()
+            tokens = tokens_of(llm, PROMPTS, greedy(16))
+            report = llm.report()
+            assert not report["failures"]
+            assert not report["eager"]
+            assert llm.runner.reports_of_others()[0]["experts"] == report["experts"]
+            llm.reset_prefix_cache()
+            with llm.padded_eager():
+                assert tokens_of(llm, PROMPTS, greedy(16)) == tokens
+    # The median row: one whose router stands on the edge between two experts may fall to either side.
+    difference_R = ((found[1] - found[0]) / found[0].std()).square().mean(1).sqrt()
+    assert float(difference_R.median()) < 0.05
 
 
 def test_a_process_may_have_one_engine_after_another(source: str):

@@ -4,8 +4,8 @@ All experts of a layer lie in two tensors, ``[N, 2F, E]`` (gate before up) and `
 holds: a matrix per expert and projection (the usual form), or the same two stacks (``experts.gate_up_proj``,
 what Transformers 5 has in memory). Which of the two a file has is read off its names. Of an intermediate
 size that ranks share, a rank holds its slice of gate, of up and of the columns of down; where that does not
-divide, zeros stand behind the last real ones, which change no result. ``N`` experts, ``E`` hidden size, ``F``
-intermediate size of this rank.
+divide, or makes rows of a length that ``grouped_mm`` does not take, zeros stand behind the last real ones,
+which change no result. ``N`` experts, ``E`` hidden size, ``F`` intermediate size of this rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gapless.models.grouped_experts import ROW_ALIGNMENT
 from gapless.models.layers import Placement, Slice, WeightTarget, empty_parameter
 from gapless.models.moe_config import ExpertConfig
 
@@ -27,12 +28,12 @@ class ExpertWeights(nn.Module):
     def __init__(self, config: ExpertConfig, *, hidden_size: int, placement: Placement) -> None:
         super().__init__()
         self._config, self._shard, self._hidden_size = config, placement.shard, hidden_size
-        self.size = placement.shard.padded_length(config.intermediate_size)
+        self.size = _padded_size(config.intermediate_size, placement)
         """F: of this rank."""
         num_experts = config.num_experts
         self.gate_up_NOE = empty_parameter(num_experts, 2 * self.size, hidden_size, placement=placement)
         self.down_NEF = empty_parameter(num_experts, hidden_size, self.size, placement=placement)
-        if config.intermediate_size % placement.shard.size:
+        if self._span != self.size:
             with torch.no_grad():  # behind the last real rows and columns
                 self.gate_up_NOE.zero_()
                 self.down_NEF.zero_()
@@ -104,6 +105,14 @@ class ExpertWeights(nn.Module):
             return None
         span = self._shard.split_padded(self._config.intermediate_size)
         return Slice(dim=dim, start=span.start, length=span.length)
+
+
+def _padded_size(intermediate_size: int, placement: Placement) -> int:
+    """Of a rank's slice. A whole model keeps the size that its config says."""
+    if placement.shard.is_whole:
+        return intermediate_size
+    step = max(ROW_ALIGNMENT // placement.dtype.itemsize, 1)
+    return -(-placement.shard.padded_length(intermediate_size) // step) * step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

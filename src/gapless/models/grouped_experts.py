@@ -18,7 +18,7 @@ from torch import Tensor
 from gapless.errors import ModelError
 from gapless.graphs.ops import register_custom_op
 
-_ALIGNMENT = 16
+ROW_ALIGNMENT = 16
 """Bytes that the length of a row must divide by, as ``grouped_mm`` wants it."""
 
 
@@ -34,10 +34,10 @@ def why_no_grouped_mm(
             f"grouped_mm on CUDA can be captured in bfloat16 only (with {name} it copies offsets to the host)"
         )
     for what, size in (("hidden_size", hidden_size), ("the intermediate size", intermediate_size)):
-        if size * dtype.itemsize % _ALIGNMENT:
+        if size * dtype.itemsize % ROW_ALIGNMENT:
             return (
                 f"{what}={size} makes rows of {size * dtype.itemsize} bytes in {name}, and grouped_mm wants "
-                f"multiples of {_ALIGNMENT}"
+                f"multiples of {ROW_ALIGNMENT}"
             )
     return None
 

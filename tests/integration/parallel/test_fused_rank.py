@@ -70,9 +70,21 @@ class Meeting:
         return everything
 
 
-def run(shard: Shard, *, fused: bool) -> tuple[Tensor, Tensor]:
+DENSE: dict[str, Any] = {**TINY, "vocab_size": 51, "intermediate_size": 40, "num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "head_dim": None,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def run(raw: dict[str, Any], shard: Shard, *, fused: bool) -> tuple[Tensor, Tensor]:
     """Hidden states of ids drawn on the device, and logits."""
-    raw = {**TINY, "vocab_size": 51, "intermediate_size": 40, "num_key_value_heads": 2}
     config = parse_config(raw, source="test")
     model = Decoder(config, max_positions=64, dtype=torch.float32, device=CPU, shard=shard)
     fill_dummy_weights(model, seed=0)
@@ -96,15 +108,18 @@ def run(shard: Shard, *, fused: bool) -> tuple[Tensor, Tensor]:
         return hidden, model.head(hidden)
 
 
+@pytest.mark.parametrize("raw", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_two_parts_together_are_the_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(WHOLE, fused=fused)
+def test_two_parts_together_are_the_whole(
+    raw: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(raw, WHOLE, fused=fused)
     meeting, results = Meeting(), {}
     monkeypatch.setattr(collectives, "_groups", {70 + r: ThreadGroup(meeting, r) for r in range(SIZE)})
 
     def work(rank: int) -> None:
         with meeting.turn:
-            results[rank] = run(Shard(rank=rank, size=SIZE, group=70 + rank), fused=fused)
+            results[rank] = run(raw, Shard(rank=rank, size=SIZE, group=70 + rank), fused=fused)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(SIZE)]
     for thread in threads:

@@ -78,6 +78,30 @@ def test_a_size_that_one_rank_cannot_capture_is_dropped_on_all(source, fault, ba
         assert llm.runner.reports_of_others()[0]["steps"] == steps
 
 
+def test_four_ranks_run_eagerly_together_where_one_can_capture_no_size(source):
+    with open_llm(source, 1, enforce_eager=True) as llm:
+        expected = tokens_of(llm, [[1, 2, 3]], greedy(3))
+    options = {"cuda_graph_backend_prefill": "full", "cuda_graph_bs_prefill": [8]}
+    with open_llm(source, 4, rank_faults.cannot_capture_a_prefill_size_on_rank_2, **options) as llm:
+        assert tokens_of(llm, [[1, 2, 3]], greedy(3)) == expected
+        reports = [llm.report(), *llm.runner.reports_of_others()]
+        assert len(reports) == 4
+        for report in reports:
+            assert {row["phase"] for row in report["graphs"]}.isdisjoint({"prefill"})
+            assert [row["phase"] for row in report["eager"]] == ["prefill"]
+            assert report["eager"] == reports[0]["eager"]
+            assert report["steps"] == reports[0]["steps"]
+        assert "rank 2: " in reports[0]["failures"][0]["message"]
+
+
+def test_what_the_first_rank_cannot_capture_is_dropped_on_the_other(source, monkeypatch):
+    rank_faults.fail_to_capture_a_prefill_size(monkeypatch.setattr)
+    with open_llm(source, 2, cuda_graph_backend_prefill="full") as llm:
+        for report in (llm.report(), *llm.runner.reports_of_others()):
+            assert [r["num_tokens"] for r in report["graphs"] if r["phase"] == "prefill"] == [32]
+        assert tokens_of(llm, [[1, 2, 3]], greedy(3))
+
+
 def test_a_rank_killed_while_idle_is_noticed(pair):
     tokens_of(pair, [[1, 2]], greedy(2))
     pids = pair.runner.worker_pids

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from checkpoints import TINY, random_tensors, write_config, write_shards
+from checkpoints import TINY, empty_model, random_tensors, write_config, write_shards
 from torch import Tensor
 
 from gapless.errors import ModelError
@@ -27,6 +27,17 @@ BIASES = {
     "vocab_size": 51,
     "intermediate_size": 45,
 }
+EXPERTS = {
+    **TINY,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "head_dim": None,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 30,
+}
+"""Slices of 5 are padded to rows of a length that ``grouped_mm`` takes, those of 10 too."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +75,34 @@ def test_ranks_load_their_slices_of_a_folder(raw, size, tmp_path):
         assert_parts_of(whole, load(str(tmp_path), Shard(rank=rank, size=size)))
 
 
-def test_no_rank_reads_a_matrix_that_is_divided(tmp_path, monkeypatch):
-    write_config(tmp_path)
-    write_shards(tmp_path, random_tensors())
+@pytest.mark.parametrize("form", ["each", "stacked"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_load_their_slices_of_every_expert(form, size, tmp_path):
+    write_config(tmp_path, EXPERTS)
+    write_shards(tmp_path, expert_tensors(form))
+    whole = load(str(tmp_path))
+    for rank in range(size):
+        assert_parts_of(whole, load(str(tmp_path), Shard(rank=rank, size=size)))
+
+
+def expert_tensors(form: str) -> dict[str, Tensor]:
+    """A checkpoint with a matrix per expert, or with all of a layer in one tensor."""
+    if form == "stacked":
+        return random_tensors(EXPERTS)
+    named = {f"model.layers.{i}.mlp.experts.0.gate_proj.weight" for i in range(2)}
+    return {name: torch.randn(t.shape) for name, t in empty_model(EXPERTS).weight_targets(named).items()}
+
+
+WHOLE_ON_ALL = ("norm", "mlp.gate.", "shared_expert_gate")
+"""Norms; and the router and the gate of the shared expert, which every rank asks."""
+
+
+@pytest.mark.parametrize(
+    ("raw", "form"), [(TINY, None), (EXPERTS, "each"), (EXPERTS, "stacked")], ids=["dense", "each", "stacked"]
+)
+def test_no_rank_reads_a_matrix_that_is_divided(raw, form, tmp_path, monkeypatch):
+    write_config(tmp_path, raw)
+    write_shards(tmp_path, random_tensors() if form is None else expert_tensors(form))
     whole_reads: list[str] = []
     real = safetensors.safe_open
 
@@ -91,7 +127,7 @@ def test_no_rank_reads_a_matrix_that_is_divided(tmp_path, monkeypatch):
     monkeypatch.setattr("gapless.models.weights.safe_open", Spy)
     load(str(tmp_path), Shard(rank=1, size=2))
     assert whole_reads
-    assert all("norm" in name for name in whole_reads), whole_reads
+    assert all(any(part in name for part in WHOLE_ON_ALL) for name in whole_reads), whole_reads
 
 
 def test_a_rank_expands_its_slices_of_a_gguf_file():

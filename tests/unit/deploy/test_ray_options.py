@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from gapless.cli.main import main
+from gapless.deploy import ray_serve
 from gapless.deploy.ray_options import RayOptions, split_options
 from gapless.deploy.ray_serve import engine_needs
 from gapless.deploy.wire import FAULTS, Part, decode, encode, fault_of
@@ -88,6 +91,7 @@ def test_a_range_scales_by_ongoing_requests_and_a_number_does_not():
     }
     assert "num_replicas" not in needs
     assert needs["graceful_shutdown_timeout_s"] == 7
+    assert needs["health_check_timeout_s"] >= needs["health_check_period_s"] > 0
     fixed = needs_of({**args, "replicas": 3})
     assert fixed["num_replicas"] == 3
     assert "autoscaling_config" not in fixed
@@ -101,6 +105,31 @@ def test_all_gpus_of_a_replica_are_one_bundle_of_a_strictly_packed_group(num_gpu
     assert needs["placement_group_bundles"] == [bundle]
     assert needs["placement_group_strategy"] == "STRICT_PACK"
     assert needs["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": num_gpus}
+
+
+class FakeRay(ModuleType):
+    """As much of Ray as is asked how many GPUs its cluster has."""
+
+    def __init__(self, num_gpus: int | None) -> None:
+        super().__init__("ray")
+        self.num_gpus = num_gpus
+
+    def is_initialized(self) -> bool:
+        return self.num_gpus is not None
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"GPU": float(self.num_gpus)} if self.num_gpus else {}
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus_of_cluster", "expected"),
+    [("cuda", 0, 4), ("cuda", None, 4), ("cpu", 8, 0), ("auto", 8, 4), ("auto", 0, 0), ("auto", None, 0)],
+)
+def test_a_replica_asks_for_a_gpu_per_rank_where_there_are_gpus(
+    monkeypatch, device, gpus_of_cluster, expected
+):
+    monkeypatch.setitem(sys.modules, "ray", FakeRay(gpus_of_cluster))
+    assert ray_serve._num_gpus(device, tp=4) == expected
 
 
 @pytest.mark.parametrize("args", [{}, {"replicas": 2}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ class FakeClient:
     """Dies when it is closed, as an engine does."""
 
     made: list[FakeClient]
+    is_healthy = True
 
     def __init__(self, open_engine: Any, **options: Any) -> None:
         self.num_closed = 0
@@ -75,6 +77,20 @@ def test_an_engine_that_dies_takes_its_replica_with_it_and_its_files_too(exits: 
     asyncio.run(scenario())
     assert [client.num_closed for client in FakeClient.made] == [1]
     assert exits == [ray_serve.EXIT_ENGINE_DIED]
+
+
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_ray_is_told_of_an_engine_that_shows_no_life(is_healthy: bool) -> None:
+    """It asks, and replaces a replica that raises."""
+
+    async def scenario() -> None:
+        replica = await made_replica()
+        FakeClient.made[0].is_healthy = is_healthy
+        with nullcontext() if is_healthy else pytest.raises(RuntimeError, match="shows no life"):
+            await replica.check_health()
+        await replica.__del__()  # type: ignore[attr-defined]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.filterwarnings("error")

@@ -58,6 +58,14 @@ def test_measured_numbers_are_those_of_the_result(name, words):
     assert result["killed"]["lost_before_streaming"] == 0
 
 
+def test_what_a_split_model_was_measured_to_take_is_that_of_the_result():
+    result = json.loads((RESULTS / "h200_tensor_parallel.json").read_text())
+    one, two = (row for row in result["rows"] if row["strategy"] == "full")
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    decode, prefill = (two[name] / one[name] for name in ("decode_ms", "prefill_ms"))
+    assert f"one stream ({decode:.2f}) and for a prompt of 2,048 tokens ({prefill:.2f})" in TEXT
+
+
 def test_the_arguments_of_the_serve_config_file_are_accepted():
     (line,) = re.findall(r"args: \{(.+)\}", TEXT)
     args = {}

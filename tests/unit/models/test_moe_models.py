@@ -256,26 +256,31 @@ def test_ranks_hold_disjoint_slices_and_zeros_behind_an_uneven_split(
         if form == "transposed":
             stored = {name: tensor.transpose(1, 2).contiguous() for name, tensor in stored.items()}
     config = expert_config(is_transposed=form == "transposed", size=size)
-    ranks = [loaded_weights(config, Shard(rank=r, size=num_ranks), stored) for r in range(num_ranks)]
+    shards = [Shard(rank=r, size=num_ranks) for r in range(num_ranks)]
+    ranks = [loaded_weights(config, shard, stored) for shard in shards]
+    lengths = [shard.split_padded(size).length for shard in shards]
+    assert len({rank.size for rank in ranks}) == 1
     gates, ups = zip(*(rank.gate_up_NOE.chunk(2, 1) for rank in ranks), strict=True)
     for parts, whole, dim in ((gates, gate, 1), (ups, up, 1), ([r.down_NEF for r in ranks], down, 2)):
-        joined = torch.cat(list(parts), dim)
-        real = joined.narrow(dim, 0, size)
-        assert torch.equal(real, whole)
-        assert not joined.narrow(dim, size, joined.shape[dim] - size).any()
+        real = [part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)]
+        assert torch.equal(torch.cat(real, dim), whole)
+        for part, n in zip(parts, lengths, strict=True):
+            assert not part.narrow(dim, n, part.shape[dim] - n).any()
 
 
-def test_the_parts_of_two_ranks_add_up_to_the_whole() -> None:
-    """What a mixture of a rank puts out is its part of a sum; the router is the same on all."""
-    config = expert_config()
+@pytest.mark.parametrize("size", [SIZE, 20])
+def test_the_parts_of_ranks_add_up_to_the_whole(size: int) -> None:
+    """What a mixture of a rank puts out is its part of a sum; the router is the same on all. 10 of 20 are
+    rows of 40 bytes, which ``grouped_mm`` takes with zeros behind them only; 24 divide by 5 with a rest."""
+    config = expert_config(size=size)
     x, router = torch.randn(6, HIDDEN), torch.randn(NUM_EXPERTS, HIDDEN)
     stored = {
-        "mlp.experts.gate_up_proj": torch.randn(NUM_EXPERTS, 2 * SIZE, HIDDEN) * 0.2,
-        "mlp.experts.down_proj": torch.randn(NUM_EXPERTS, HIDDEN, SIZE) * 0.2,
+        "mlp.experts.gate_up_proj": torch.randn(NUM_EXPERTS, 2 * size, HIDDEN) * 0.2,
+        "mlp.experts.down_proj": torch.randn(NUM_EXPERTS, HIDDEN, size) * 0.2,
         "mlp.gate.weight": router,
     }
     found = {}
-    for num_ranks in (1, 2):
+    for num_ranks in (1, 2, 5):
         total = torch.zeros_like(x)
         for rank in range(num_ranks):
             placement = Placement(dtype=torch.float32, device=CPU, shard=Shard(rank=rank, size=num_ranks))
@@ -284,8 +289,9 @@ def test_the_parts_of_two_ranks_add_up_to_the_whole() -> None:
                 target.load(name, stored[name.removeprefix(".")], source="test")
             total += run(mixture, x, [0, 2, 5])
         found[num_ranks] = total
-    torch.testing.assert_close(found[2], found[1], atol=1e-6, rtol=1e-5)
-    assert not found[2][5].any()
+    for num_ranks in (2, 5):
+        torch.testing.assert_close(found[num_ranks], found[1], atol=1e-5, rtol=1e-5)
+        assert not found[num_ranks][5].any()
 
 
 # --- padding ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from gapless.errors import MemoryLimitError
 from gapless.graphs.modes import Phase
 
 
-def cannot_capture_a_prefill_size(rank: int, commands: int, lifeline: int) -> None:
+def fail_to_capture_a_prefill_size(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Reads from the device in the middle of recording the forward of 8 tokens, not in its warm-up."""
-    real = gapless.graphs.runner.GraphRunner._run_and_store
+    runner = gapless.graphs.runner.GraphRunner
+    real = runner._run_and_store
 
     def faulty(self: Any, views: Any) -> Any:
         results = real(self, views)
@@ -26,7 +28,17 @@ def cannot_capture_a_prefill_size(rank: int, commands: int, lifeline: int) -> No
             torch.ones(1).item()
         return results
 
-    gapless.graphs.runner.GraphRunner._run_and_store = faulty
+    replace(runner, "_run_and_store", faulty)
+
+
+def cannot_capture_a_prefill_size(rank: int, commands: int, lifeline: int) -> None:
+    fail_to_capture_a_prefill_size()
+    main(rank, commands, lifeline)
+
+
+def cannot_capture_a_prefill_size_on_rank_2(rank: int, commands: int, lifeline: int) -> None:
+    if rank == 2:
+        fail_to_capture_a_prefill_size()
     main(rank, commands, lifeline)
 
 

@@ -437,6 +437,14 @@ def choose(monkeypatch: pytest.MonkeyPatch, *, faster_up_to: int, **others: Any)
     return find_one_shot(None, None, CPU, agree=agree, from_first=from_first, on_open=lambda reducer: None)
 
 
+def test_multicast_between_gpus_stays_off(monkeypatch):
+    """Also where the environment asks for it."""
+    monkeypatch.setattr(os, "environ", environ := {"NCCL_NVLS_ENABLE": "1"})
+    prepare_nccl()
+    assert environ["NCCL_NVLS_ENABLE"] == "0"
+    assert environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
 def test_a_sum_writes_no_record_that_nobody_reads(monkeypatch):
     """torch would keep the Python stack of each of the last 2000 collectives."""
     for given in ({}, {"TORCH_FR_BUFFER_SIZE": "9"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}):
