@@ -26,6 +26,7 @@ from gapless.attention.varlen import Segments, create_varlen_backend
 from gapless.errors import ConfigError
 from gapless.graphs.device import get_device
 from gapless.graphs.encoder import EncoderFallback, EncoderMode, EncoderOptions, EncoderRunner
+from gapless.graphs.encoder_budgets import DEFAULT_FINE_FROM, budget_ladder
 from gapless.graphs.modes import Phase
 from gapless.kernels.launch import is_compiling_ahead
 from gapless.models.vision.tower import VisionTower, make_tower
@@ -173,7 +174,8 @@ def test_warm_ups_find_every_kernel_compiled_and_its_launcher_built(
     tower = make_tower(model_type, config, dtype=torch.bfloat16, device=cuda.torch_device)
     fill(tower)
     with runner_of(tower, "budget", device=cuda, max_tokens=2048, smallest_budget=64) as runner:
-        assert len(runner.report()["graphs"]) == 8
+        ladder = budget_ladder(smallest=64, largest=2048, granule=4, fine_from=DEFAULT_FINE_FROM)
+        assert len(runner.report()["graphs"]) == len(ladder)
         assert late == []
         assert list(tmp_path.rglob("__triton_launcher*.so"))
         items = [media(tower, grid, is_pixels=True) for grid in GRIDS]
