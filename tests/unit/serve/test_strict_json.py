@@ -33,6 +33,12 @@ def outcome(parse, body: bytes) -> str:
         return f"refused: {error}"
 
 
+def test_a_repeated_name_that_is_no_unicode_can_be_answered():
+    with pytest.raises(ApiError, match="twice") as caught:
+        limits.parse_json(b'{"\\ud800":1,"\\ud800":2}')
+    assert json.loads(caught.value.body())["error"]["param"] == "\\ud800"
+
+
 def strictly(body: bytes):
     """As ``parse_json`` without the quick way."""
     value = limits._parsed_slowly(body)
