@@ -6,12 +6,15 @@ servers of this kind say is an ``HttpFailure``. Read ``http_stream.py`` for the 
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from gapless.errors import GaplessError
 
 _MAX_BYTES = 1 << 20
 """Longest head or line."""
+_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}[ \t]*")
+"""Of a chunk. ``int`` would take signs too, and a chunk of -6 bytes never ends."""
 
 
 class HttpFailure(GaplessError):
@@ -46,7 +49,7 @@ class Answer:
         """Parts of the body that ``data`` has completed."""
         if self._rest:
             data, self._rest = self._rest + data, b""
-        if self._stage == "head":
+        while self._stage == "head":  # there may be some of 1xx before the answer's own
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 self._keep(data)
@@ -81,7 +84,14 @@ class Answer:
         pairs = (line.partition(":") for line in lines)
         self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         length = self.headers.get("content-length")
-        if "chunked" in self.headers.get("transfer-encoding", "").lower():
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise HttpFailure(f"the server sends {encoding[:80]!r}, which nobody asked for")
+        if self.status < 200:
+            return
+        if self.status in (204, 304):
+            self._num_left, self._stage = 0, "done"
+        elif "chunked" in self.headers.get("transfer-encoding", "").lower():
             self._stage = "chunks"
         elif length is None:
             self._stage = "open"
@@ -96,10 +106,10 @@ class Answer:
         start = 0
         while (end := data.find(b"\r\n", start)) >= 0:
             line = data[start:end]
-            try:
-                size = int(line.split(b";")[0], 16)
-            except ValueError:
-                raise HttpFailure(f"what the server sends is not HTTP: a chunk of {line[:80]!r}") from None
+            digits = line.split(b";")[0]
+            if not _SIZE.fullmatch(digits):
+                raise HttpFailure(f"what the server sends is not HTTP: a chunk of {line[:80]!r}")
+            size = int(digits, 16)
             if size == 0:
                 self._stage = "trailers"
                 self._read_trailers(data[end + 2 :])

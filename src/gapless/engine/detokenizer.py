@@ -50,10 +50,9 @@ class Detokenizer:
         skip_special_tokens: bool,
     ) -> None:
         self._tokenizer, self._token_ids, self._skip_special = tokenizer, token_ids, skip_special_tokens
-        self._start = max(0, num_prompt_tokens - _PROMPT_CONTEXT)
         self._read = num_prompt_tokens
         self._clean = num_prompt_tokens  # where the text last ended in whole characters
-        self._emitted = self._decode(self._start, self._read)  # of the window's text
+        self._start, self._emitted = self._first_window()  # text: of the window, as far as it was emitted
 
     def advance(self, end: int) -> str:
         """Text that tokens up to position ``end`` (exclusive) add to what has been returned so far."""
@@ -71,6 +70,16 @@ class Detokenizer:
         piece = text[len(self._emitted) :]
         self._emitted = text
         return piece
+
+    def _first_window(self) -> tuple[int, str]:
+        """Where it starts and its text. It should not start within a character: the decoders of byte-fallback
+        tokenizers would not read the bytes behind it either, new ones included."""
+        first = max(0, self._read - _PROMPT_CONTEXT)
+        for start in range(first, max(-1, first - _MAX_CHARACTER_TOKENS), -1):
+            text = self._decode(start, self._read)
+            if _REPLACEMENT not in text:
+                return start, text
+        return first, self._decode(first, self._read)
 
     def _take_block(self, end: int) -> str | None:
         """Many tokens in one go, up to a place near ``end`` where characters are whole. None: go token by
@@ -124,7 +133,9 @@ class Detokenizer:
         space."""
         length = self._read - self._start
         is_forced = length > _HARD_WINDOW
-        if length <= _MAX_WINDOW or (num_held and not is_forced):
+        # The prompt may have ended within a character, which is still open then, though nothing is held back.
+        is_open = num_held or self._emitted.endswith(_REPLACEMENT)
+        if length <= _MAX_WINDOW or (is_open and not is_forced):
             return
         start = self._clean
         if num_held:  # nothing but broken bytes for long: call it clean, the cut may fall into a character

@@ -208,12 +208,14 @@ class StaticInputs:
             writer = views.writers[slot] = SlotWriter(host, self._targets(views, host), views.num_bytes)
         pads = self._pads if not self.poison else self._poisoned_pads()
         is_known = self._knowing.pop(slot, None) is writer
-        num_bytes, self._staged_bytes = writer.write(
+        num_bytes, staged_bytes = writer.write(
             arrays, shapes, pads, is_known=is_known, staged_before=self._staged_bytes
         )
         if self._ring.is_private:
             self._knowing[slot] = writer
+        self._staged_bytes = num_bytes  # if it is not sent, what was there before may be there still
         self._ring.submit(num_bytes)
+        self._staged_bytes = staged_bytes
         if self._may_hold and all(map(is_frozen, arrays)):
             loaded = dict(zip(self._host_names, arrays, strict=True))
             self._held = _Held(views, loaded, self.poison, self.poison_round)

@@ -75,14 +75,20 @@ class ApiError(GaplessError):
         message = str(self)
         if len(message) > MAX_MESSAGE_CHARS:
             message = message[: MAX_MESSAGE_CHARS - 1] + "…"
-        # What a caller sent may hold what UTF-8 cannot say.
-        message = message.encode("utf-8", "backslashreplace").decode()
+        param = None if self.param is None else _sayable(self.param)
         return msgspec.json.encode(
-            ErrorReply(error=ErrorBody(message=message, type=self.type, param=self.param, code=self.code))
+            ErrorReply(
+                error=ErrorBody(message=_sayable(message), type=self.type, param=param, code=self.code)
+            )
         )
 
     def response(self) -> Response:
         return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+
+
+def _sayable(text: str) -> str:
+    """What a caller sent may hold what UTF-8 cannot say."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class ClientGoneError(Exception):

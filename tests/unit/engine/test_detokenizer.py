@@ -94,6 +94,23 @@ def test_bytes_broken_off_in_the_middle_appear_when_other_text_follows():
     assert "".join(pieces_of(BYTE_LEVEL, prompt, output)) == f"{REPLACEMENT}ok"
 
 
+def test_a_character_that_breaks_off_in_prompt_and_output_is_shown_once():
+    first, second, third, _ = BYTE_LEVEL.encode("𐍈", add_special_tokens=False)
+    prompt = [*BYTE_LEVEL.encode("the the the the"), first]
+    output = [second, third, *BYTE_LEVEL.encode("ok", add_special_tokens=False)]
+    assert "".join(pieces_of(BYTE_LEVEL, prompt, output)) == whole(BYTE_LEVEL, prompt, output) == "ok"
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("num_before", range(9))
+def test_bytes_are_read_whatever_the_prompt_ends_with(num_before, step):
+    """A window that began within a character would leave all bytes behind it unreadable."""
+    prompt = BYTE_FALLBACK.encode("🚀🚀" + "\n" * num_before)
+    output = BYTE_FALLBACK.encode("x\n\n🙂!", add_special_tokens=False)[2:]
+    assert BYTE_FALLBACK.decode(output) == "\n\n🙂!"
+    assert "".join(pieces_of(BYTE_FALLBACK, prompt, output, step=step)) == "\n\n🙂!"
+
+
 def test_the_first_output_token_keeps_its_space():
     prompt, output = (
         BYTE_FALLBACK.encode("hello"),

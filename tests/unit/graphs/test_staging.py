@@ -156,6 +156,22 @@ def test_a_write_that_fails_half_way_leaves_nothing_that_is_trusted() -> None:
     assert_loaded(inputs, sizes, values)
 
 
+def test_a_copy_that_fails_leaves_nothing_of_the_load_before(monkeypatch) -> None:
+    inputs, sizes = private_inputs(2), {"tokens": 8, "reqs": 4}
+    inputs.load(inputs.views(sizes), make_values(8, 4, 6, first=1))
+
+    def fail(num_bytes: int) -> None:
+        raise RuntimeError("no copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs._ring, "submit", fail)
+        with pytest.raises(RuntimeError, match="no copy"):
+            inputs.load(inputs.views(sizes), make_values(8, 4, 1, first=100))
+    values = make_values(8, 4, 1, first=200)
+    inputs.load(inputs.views(sizes), values)
+    assert_loaded(inputs, sizes, values)
+
+
 def test_a_slot_is_not_cleared_where_it_is_clear_but_copied_as_far_as_the_device_is_not() -> None:
     """The second slot has never held the five columns that the device holds since the first."""
     inputs, sizes = private_inputs(2), {"tokens": 8, "reqs": 4}

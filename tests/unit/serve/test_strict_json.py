@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,29 @@ def outcome(parse, body: bytes) -> str:
         return repr(parse(body))
     except ApiError as error:
         return f"refused: {error}"
+
+
+def test_a_repeated_name_that_is_no_unicode_can_be_answered():
+    with pytest.raises(ApiError, match="twice") as caught:
+        limits.parse_json(b'{"\\ud800":1,"\\ud800":2}')
+    assert json.loads(caught.value.body())["error"]["param"] == "\\ud800"
+
+
+def test_a_text_full_of_what_looks_like_names_costs_no_memory():
+    body = b'{"prompt":"' + b'\\"  :' * 200_000 + b'"}'
+    tracemalloc.start()
+    try:
+        value = limits.parse_json(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(value["prompt"]) == 800_000
+    assert peak < 5 * len(body)
+
+
+def test_a_body_of_many_lists_is_read_once(monkeypatch):
+    monkeypatch.setattr(limits, "_decode", lambda body: pytest.fail("its names would all be counted"))
+    assert len(limits.parse_json(b"[" + b"[]," * 20_000 + b"[]]")) == 20_001
 
 
 def strictly(body: bytes):
