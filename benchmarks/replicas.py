@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "serve"))
 
 from engine_process_fakes import OpenFake
 
-from gapless.bench.meta import describe_run
+from gapless.bench.meta import describe_run, package_version
 from gapless.bench.stats import spread
 from gapless.config import EngineConfig
 from gapless.serve.client import EngineClient, ManagedClient, ReplicaLostError
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
             options.model = folder
         result = _run_on_ray(options) if options.ray else asyncio.run(_run(options))
-    result = {"benchmark": "replicas", "meta": describe_run(argv), **result}
+    meta = describe_run(argv) | ({"ray": package_version("ray")} if options.ray else {})
+    result = {"benchmark": "replicas", "meta": meta, **result}
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -2,11 +2,11 @@
 
 Ray Serve loads this class by name into every process that has a handle on the engines; each learns from what
 it has sent itself. Load is counted in requests: the larger of what Ray knows of a replica and of what was
-sent there from here and is not over, and those that were just chosen for it, because a burst is chosen for as
-a whole before Ray counts any of it. The order returned is a wish: Ray asks each whether it has room and takes
-the next if it has not. A request gets the replica that was chosen for it, so this is no ``FIFOMixin``, which
-would hand them out in order of arrival. It needs Ray's request router API (2.47 or later). Read
-``ray_serve.py`` for where it is switched on.
+sent there from here and is not over, and those that were chosen for it and not sent yet, because a burst is
+chosen for as a whole before Ray counts any of it. The order returned is a wish: Ray asks each whether it has
+room and takes the next if it has not. A request gets the replica that was chosen for it, so this is no
+``FIFOMixin``, which would hand them out in order of arrival. It needs Ray's request router API (2.47 or
+later). Read ``ray_serve.py`` for where it is switched on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,21 @@ _TELLS_COMPLETION = hasattr(RequestRouter, "on_request_completed")
 """Older versions of Ray do not say when a request is over: then only what Ray knows counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Chosen:
-    """``pending`` is held so that its ``id`` is nobody else's meanwhile."""
+    """``pending`` is held so that its ``id`` is nobody else's meanwhile. It stays between its sending and the
+    replica's answer, but counts as sent then."""
 
     pending: PendingRequest
     replica_id: ReplicaID
     prefix: list[bytes]
+    is_sent: bool = False
+
+    def goes_to(self, replica_id: ReplicaID) -> bool:
+        """Whether that is where Ray has decided to send it, which may not be where it was chosen for."""
+        future = self.pending.future
+        is_decided = future.done() and not future.cancelled() and future.exception() is None
+        return is_decided and future.result().replica_id == replica_id
 
 
 class PrefixAwareRouter(RequestRouter):
@@ -57,10 +65,10 @@ class PrefixAwareRouter(RequestRouter):
         prefix = self._take_prefix(pending_request)
         for given_up in [key for key, each in self._chosen.items() if each.pending.future.cancelled()]:
             del self._chosen[given_up]  # its caller has gone before a replica had room: it is nobody's load
-        chosen = Counter(each.replica_id for each in self._chosen.values())
+        unsent = self._num_unsent()
         by_number = {self._number(replica.replica_id): replica for replica in candidate_replicas}
         loads = {
-            number: self._load(replica.replica_id) + chosen[replica.replica_id]
+            number: self._load(replica.replica_id) + unsent[replica.replica_id]
             for number, replica in by_number.items()
         }
         best = self._choices.choose(loads, prefix).replica
@@ -75,6 +83,10 @@ class PrefixAwareRouter(RequestRouter):
         super().on_send_request(replica_id)
         if _TELLS_COMPLETION:
             self._sent[replica_id] += 1
+        for each in self._chosen.values():
+            if not each.is_sent and each.goes_to(replica_id):
+                each.is_sent = True  # Ray does not say which it was; of one replica's they are alike
+                break
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._choices.sent(self._number(replica_id), self._take_prefix(pending_request))
@@ -99,6 +111,9 @@ class PrefixAwareRouter(RequestRouter):
     def _take_prefix(self, pending_request: PendingRequest | None) -> list[bytes]:
         known = self._chosen.pop(id(pending_request), None)
         return _name(pending_request, self._block_size) if known is None else known.prefix
+
+    def _num_unsent(self) -> Counter[ReplicaID]:
+        return Counter(each.replica_id for each in self._chosen.values() if not each.is_sent)
 
     def _forget(self, replica_id: ReplicaID) -> None:
         number = self._numbers.pop(replica_id, None)

@@ -109,6 +109,22 @@ def test_a_burst_is_spread_before_ray_has_counted_any_of_it(router):
     assert len(router._chosen) == 9
 
 
+def test_a_request_counts_once_between_its_sending_and_the_replicas_answer(router):
+    """Ray says where a request went only when the replica has taken it; a burst goes on meanwhile."""
+    burst = [asked(100 + number) for number in range(6)]
+    for pending in burst[:3]:
+        assert choose(router, pending, A, B)[0] == A
+        pending.future.set_result(A)
+        router.on_send_request(A.replica_id)
+        busy(router, B, router._sent[A.replica_id])  # as busy as A, so that the next goes to A again
+    for pending in burst[3:]:
+        choose(router, pending, A, B)
+        pending.future.set_result(B)  # for whomever it was chosen: A had no room
+        router.on_send_request(B.replica_id)
+    busy(router, C, 4)
+    assert choose(router, None) == [A, C, B], "3, 4 and 6"
+
+
 def test_what_was_sent_from_here_and_is_not_over_counts_whatever_ray_knows(router):
     for _ in range(3):
         router.on_send_request(A.replica_id)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
 NGINX = (ROOT / "deploy/nginx.conf").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+NOT_SENT = shutil.ignore_patterns("__pycache__", "*.egg-info")
+"""To the builder, by ``.dockerignore``."""
 
 
 def serve_flags() -> set[str]:
@@ -36,6 +40,35 @@ def test_what_the_image_copies_is_there_and_is_sent_to_the_builder():
     assert copied
     assert set(copied) <= set(sent)
     assert all((ROOT / word).exists() for word in copied)
+
+
+def test_the_image_installs_every_file_as_it_is(tmp_path):
+    """Its steps, with a ``pip`` that only builds: the second build finds what the first one left."""
+    pytest.importorskip("setuptools", reason="what pip builds with")
+    pip, app_folder = tmp_path / "bin" / "pip", tmp_path / "app"
+    pip.parent.mkdir()
+    app_folder.mkdir()
+    build = f'"{sys.executable}" -W ignore -c "import setuptools; setuptools.setup()" -q build'
+    pip.write_text(f'#!/bin/sh\n[ "$1" = uninstall ] || exec {build}\n')
+    pip.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}"}
+    steps = DOCKERFILE.replace("\\\n", " ").partition("\nWORKDIR /app\n")[2]
+    for name, rest in re.findall(r"^(COPY|RUN) (.+)$", steps, re.MULTILINE):
+        if name == "RUN":
+            subprocess.run(rest, shell=True, check=True, cwd=app_folder, env=environment, capture_output=True)
+            continue
+        *sources, target = rest.split()
+        for source in sources:  # with its times, as a builder does
+            place = app_folder / target
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, place, ignore=NOT_SENT, dirs_exist_ok=True)
+            else:
+                shutil.copy2(ROOT / source, place)
+    expected, built = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+        for folder in (app_folder / "src/gapless", app_folder / "build/lib/gapless")
+    )
+    assert built == expected
 
 
 def test_the_image_ends_by_signal_and_not_as_root():
