@@ -17,6 +17,9 @@ from gapless.serve.media import MediaDesk, PlacedPart
 from gapless.serve.metrics import RequestMetrics
 from gapless.serve.settings import ServerSettings
 
+MADE = SimpleNamespace(items=())
+"""What becomes of every request that is let through."""
+
 
 class Gate:
     """A loader that waits until it is let go."""
@@ -41,7 +44,7 @@ def gate() -> Any:
 
 def desk_of(gate: Any) -> MediaDesk:
     sampling = lambda: FrameSampling(spacing="ends")  # noqa: E731
-    processor: Any = SimpleNamespace(sampling=sampling, prompt=lambda *_, **__: "made")
+    processor: Any = SimpleNamespace(sampling=sampling, prompt=lambda *_, **__: MADE)
     return MediaDesk(processor, gate, settings=ServerSettings(), metrics=RequestMetrics(), num_threads=1)
 
 
@@ -78,7 +81,7 @@ def test_what_has_begun_ends_well_and_what_waits_is_told(gate: Gate) -> None:
         (error,) = await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 5)
         assert_told(error)
         gate.opened.set()
-        assert await asyncio.wait_for(begun, 5) == "made"
+        assert await asyncio.wait_for(begun, 5) is MADE
         assert (desk.num_inside, desk.num_held) == (0, 0)
 
     asyncio.run(scenario())
