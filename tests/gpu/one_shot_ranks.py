@@ -24,7 +24,7 @@ from gapless.parallel import bulk_choice, one_shot
 from gapless.parallel.bulk_sum import MAX_PROGRAMS, BulkReducer
 from gapless.parallel.group import RankGroup
 from gapless.parallel.one_shot import OneShotReducer
-from gapless.parallel.one_shot_choice import Reducer
+from gapless.parallel.rank_reducer import RankReducer
 
 E = 4096
 EPS = 1e-5
@@ -38,7 +38,7 @@ class Calls:
     """Sums over ``num_rows`` rows, three with a norm and one without, on inputs of which there are
     ``NUM_SETS`` sets; every rank knows all ranks' inputs, and so the sums in float64."""
 
-    def __init__(self, reducer: Reducer, rank: int, size: int, num_rows: int, dtype: torch.dtype):
+    def __init__(self, reducer: RankReducer, rank: int, size: int, num_rows: int, dtype: torch.dtype):
         self.reducer, self.dtype = reducer, dtype
         generator = torch.Generator("cuda").manual_seed(num_rows)
         shape = (size, NUM_SETS, 4, num_rows, E)
@@ -121,7 +121,7 @@ def bulk_of(group: RankGroup, few: OneShotReducer) -> BulkReducer:
 
 
 def check_calls(
-    group: RankGroup, reducer: Reducer, kinds: tuple[tuple[int, torch.dtype], ...], num_rounds: int
+    group: RankGroup, reducer: RankReducer, kinds: tuple[tuple[int, torch.dtype], ...], num_rounds: int
 ) -> dict[str, Any]:
     """Graphs of two sizes and eager calls of others, in an order that is the same on all ranks; which rank is
     late differs."""
@@ -196,64 +196,56 @@ def seconds(run: Callable[[], object], agree: Callable[[bool], bool]) -> float:
     return statistics.median(found[2:]) / 1000
 
 
+def ways_of(group: RankGroup, reducer: RankReducer, num_rows: int) -> dict[str, Callable[[], None]]:
+    """One sum with its norm, each way by its name."""
+    values = torch.zeros(num_rows, E, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(E, dtype=torch.bfloat16, device="cuda")
+    rest = (torch.zeros_like(values), weight, EPS, torch.empty_like(values), torch.empty_like(values))
+
+    def plain() -> None:
+        reducer.all_reduce(values)
+        add_rms_norm_into(values, *rest)
+
+    def nccl() -> None:
+        dist.all_reduce(values, group=group._tensors)
+        add_rms_norm_into(values, *rest)
+
+    return {
+        "fused": lambda: reducer.sum_add_rms_norm(values, *rest),
+        "plain": plain,
+        "nccl": nccl,
+        "norm_alone": lambda: add_rms_norm_into(values, *rest),
+    }
+
+
+def time_ways(group: RankGroup, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Microseconds."""
+    return {name: round(seconds(way, group.agree) * 1e6, 2) for name, way in ways.items()}
+
+
 def time(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
     """Microseconds of one sum with its norm, by rows and way."""
     group.find_one_shot()
     found: dict[str, Any] = {"sums_by": group.sums_by}
     choose_warps = one_shot._num_warps
     for num_rows in (1, 8, 32, 128):
-        values = torch.zeros(num_rows, E, dtype=torch.bfloat16, device="cuda")
-        residual, weight = torch.zeros_like(values), torch.ones(E, dtype=torch.bfloat16, device="cuda")
-        rest = (residual, weight, EPS, torch.empty_like(values), torch.empty_like(values))
-
-        def fused(values=values, rest=rest) -> None:
-            reducer.sum_add_rms_norm(values, *rest)
-
-        def plain(values=values, rest=rest) -> None:
-            reducer.all_reduce(values)
-            add_rms_norm_into(values, *rest)
-
-        def nccl(values=values, rest=rest) -> None:
-            dist.all_reduce(values, group=group._tensors)
-            add_rms_norm_into(values, *rest)
-
-        def norm_alone(values=values, rest=rest) -> None:
-            add_rms_norm_into(values, *rest)
-
-        row = {way.__name__: seconds(way, group.agree) for way in (fused, plain, nccl, norm_alone)}
+        ways = ways_of(group, reducer, num_rows)
+        row = time_ways(group, ways)
         for num_warps in (8, 32) if num_rows in (1, 32) else ():
             one_shot._num_warps = lambda *_, n=num_warps: n
             one_shot._constants.cache_clear()
-            row[f"fused, {num_warps} warps"] = seconds(fused, group.agree)
+            row |= time_ways(group, {f"fused, {num_warps} warps": ways["fused"]})
         one_shot._num_warps = choose_warps
         one_shot._constants.cache_clear()
-        found[str(num_rows)] = {way: round(value * 1e6, 2) for way, value in row.items()}
+        found[str(num_rows)] = row
     return found
 
 
 def time_many(group: RankGroup, reducer: OneShotReducer) -> dict[str, Any]:
     """As ``time``, of many rows."""
     bulk = bulk_of(group, reducer)
-    found: dict[str, Any] = {}
-    for num_rows in (256, 512, 1024, 2048, 4096):
-        values = torch.zeros(num_rows, E, dtype=torch.bfloat16, device="cuda")
-        weight = torch.ones(E, dtype=torch.bfloat16, device="cuda")
-        rest = (torch.zeros_like(values), weight, EPS, torch.empty_like(values), torch.empty_like(values))
-
-        def fused(values=values, rest=rest) -> None:
-            bulk.sum_add_rms_norm(values, *rest)
-
-        def plain(values=values, rest=rest) -> None:
-            bulk.all_reduce(values)
-            add_rms_norm_into(values, *rest)
-
-        def nccl(values=values, rest=rest) -> None:
-            dist.all_reduce(values, group=group._tensors)
-            add_rms_norm_into(values, *rest)
-
-        row = {way.__name__: seconds(way, group.agree) for way in (fused, plain, nccl)}
-        found[str(num_rows)] = {way: round(value * 1e6, 2) for way, value in row.items()}
-    return found
+    sizes = (256, 512, 1024, 2048, 4096)
+    return {str(num_rows): time_ways(group, ways_of(group, bulk, num_rows)) for num_rows in sizes}
 
 
 WHAT = {each.__name__: each for each in (check, check_many, check_refused, time, time_many)}

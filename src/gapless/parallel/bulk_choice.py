@@ -8,7 +8,6 @@ there, or that disagrees with NCCL in its first sums, is not used. Read ``bulk_s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +16,11 @@ from gapless.parallel.bulk_sum import MAX_PROGRAMS, BulkReducer, Inbox
 from gapless.parallel.one_shot import OneShotReducer, open_memory
 from gapless.parallel.one_shot_choice import (
     SIZE,
-    by_nccl,
     cannot_launch,
     compile_first,
     in_one_line,
     is_right,
-    seconds_of_call,
+    largest_quicker,
 )
 
 NUM_ROWS = (256, 1024, 4096)
@@ -63,16 +61,8 @@ def find_bulk(
     checked = [rows for rows in _CHECKED_ROWS if _fits(reducer, rows)]
     if not agree(is_right(reducer, group, torch_device, checked)):
         return None, "NCCL above (sums of many rows differ from NCCL's)"
-    fastest = 0
-    weight_E = torch.ones(SIZE, dtype=torch.bfloat16, device=torch_device)
-    for num_rows in (rows for rows in NUM_ROWS if _fits(reducer, rows)):
-        values_TE = torch.zeros(num_rows, SIZE, dtype=torch.bfloat16, device=torch_device)
-        out = (torch.empty_like(values_TE), torch.empty_like(values_TE))
-        args = (values_TE, torch.zeros_like(values_TE), weight_E, 1e-5, *out)
-        ours_s = seconds_of_call(partial(reducer.sum_add_rms_norm, *args), agree)
-        nccl_s = seconds_of_call(partial(by_nccl, *args, group=group), agree)
-        if ours_s < nccl_s:
-            fastest = values_TE.nbytes
+    timed = [rows for rows in NUM_ROWS if _fits(reducer, rows)]
+    fastest = largest_quicker(reducer, group, torch_device, timed, agree)
     reducer.max_bytes = from_first(fastest)
     if reducer.max_bytes <= few.max_bytes:
         return None, "NCCL above"

@@ -21,6 +21,7 @@ from gapless.kernels.launch import Constants, launch
 from gapless.kernels.norm import norm_shape
 from gapless.kernels.select import launch_options
 from gapless.parallel.one_shot import NUM_HALVES, WORD_BYTES, has_form_of_sums
+from gapless.parallel.rank_reducer import RankReducer
 
 MAX_PROGRAMS = 256
 """Two a multiprocessor of the GPUs that ranks are made of; all of a call have to run at once."""
@@ -101,40 +102,19 @@ def _num_row_words(size: int, num_programs: int) -> int:
     return NUM_HALVES * (size - 1) * num_programs * region_bytes(size, num_programs) // WORD_BYTES
 
 
-class BulkReducer:
-    """Sums up to ``max_bytes`` of the ranks whose inboxes know each other. All ranks call it in the same
-    order, each on one stream."""
+class BulkReducer(RankReducer):
+    """Sums up to ``max_bytes`` of the ranks whose inboxes know each other."""
 
     def __init__(self, inbox: Inbox, *, max_bytes: int | None = None) -> None:
         self._inbox = inbox
         self.max_bytes = inbox.region_bytes * inbox.num_programs if max_bytes is None else max_bytes
 
     def serves(self, partial_TE: Tensor) -> bool:
-        """Whether this sum, over rows of the last dimension, is for the one kernel."""
         if not 0 < partial_TE.nbytes <= self.max_bytes or not has_form_of_sums(partial_TE):
             return False
         size = partial_TE.shape[-1]
         rows_of_first = -(-(partial_TE.numel() // size) // self._inbox.num_programs)
         return rows_of_first * size * partial_TE.itemsize <= self._inbox.region_bytes
-
-    def all_reduce(self, partial_TE: Tensor) -> None:
-        """Sum in place, on the current stream."""
-        args = (partial_TE, partial_TE, partial_TE, partial_TE, partial_TE)
-        self._launch(args, residual_stride=0, eps=0.0, has_norm=False)
-
-    def sum_add_rms_norm(
-        self,
-        partial_TE: Tensor,
-        residual_TE: Tensor,
-        weight_E: Tensor,
-        eps: float,
-        sum_TE: Tensor,
-        normed_TE: Tensor,
-    ) -> None:
-        """``add_rms_norm_into`` of the sum, which is rounded first as ``all_reduce`` would. ``partial`` is
-        left as it is."""
-        args = (partial_TE, residual_TE, weight_E, sum_TE, normed_TE)
-        self._launch(args, residual_stride=residual_TE.stride(0), eps=eps, has_norm=True)
 
     def _launch(
         self, tensors: tuple[Tensor, ...], *, residual_stride: int, eps: float, has_norm: bool

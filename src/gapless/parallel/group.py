@@ -34,6 +34,7 @@ from gapless.parallel.bulk_choice import find_bulk
 from gapless.parallel.bulk_sum import BulkReducer
 from gapless.parallel.one_shot import OneShotReducer
 from gapless.parallel.one_shot_choice import find_one_shot
+from gapless.parallel.rank_reducer import RankReducer
 from gapless.parallel.shard import Shard
 
 NUM_WARM_UPS = 2
@@ -291,13 +292,12 @@ class RankGroup(Agreements):
         counts[key] += 1
         return counts[key] > NUM_WARM_UPS
 
-    def _one_shot_for(self, partial: Tensor) -> OneShotReducer | BulkReducer | None:
+    def _one_shot_for(self, partial: Tensor) -> RankReducer | None:
         """What sums such values in one kernel; None: not that."""
-        one_shot: OneShotReducer | BulkReducer | None = self._one_shot
-        if one_shot is None or not one_shot.serves(partial):
-            one_shot = self._bulk
-            if one_shot is None or not one_shot.serves(partial):
-                return None
+        reducers: tuple[RankReducer | None, ...] = (self._one_shot, self._bulk)
+        one_shot = next((r for r in reducers if r is not None and r.serves(partial)), None)
+        if one_shot is None:
+            return None
         if self._is_apart:  # where nobody must wait; a launch that only compiles does not
             return one_shot if is_compiling_ahead() else None
         self._check_capture()

@@ -26,6 +26,7 @@ from gapless.kernels.launch import Constants, launch
 from gapless.kernels.norm import norm_shape
 from gapless.kernels.select import has_fused_kernels, launch_options
 from gapless.parallel.exchange import ExchangeGroup
+from gapless.parallel.rank_reducer import RankReducer
 
 MAX_ROWS = 128
 """A program each. So few run all at once on any GPU that has symmetric memory."""
@@ -78,9 +79,8 @@ class Mailbox:
         )
 
 
-class OneShotReducer:
-    """Sums up to ``max_bytes`` of the ranks whose mailboxes know each other. All ranks call it in the same
-    order, each on one stream."""
+class OneShotReducer(RankReducer):
+    """Sums up to ``max_bytes`` of the ranks whose mailboxes know each other."""
 
     def __init__(self, mailbox: Mailbox, *, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -110,30 +110,10 @@ class OneShotReducer:
         self._mailbox.released.zero_()
 
     def serves(self, partial_TE: Tensor) -> bool:
-        """Whether this sum, over rows of the last dimension, is for the one kernel."""
         row_bytes = partial_TE.shape[-1] * partial_TE.itemsize
         return 0 < partial_TE.nbytes <= min(self.max_bytes, MAX_ROWS * row_bytes) and has_form_of_sums(
             partial_TE
         )
-
-    def all_reduce(self, partial_TE: Tensor) -> None:
-        """Sum in place, on the current stream."""
-        args = (partial_TE, partial_TE, partial_TE, partial_TE, partial_TE)
-        self._launch(args, residual_stride=0, eps=0.0, has_norm=False)
-
-    def sum_add_rms_norm(
-        self,
-        partial_TE: Tensor,
-        residual_TE: Tensor,
-        weight_E: Tensor,
-        eps: float,
-        sum_TE: Tensor,
-        normed_TE: Tensor,
-    ) -> None:
-        """``add_rms_norm_into`` of the sum, which is rounded first as ``all_reduce`` would. ``partial`` is
-        left as it is."""
-        args = (partial_TE, residual_TE, weight_E, sum_TE, normed_TE)
-        self._launch(args, residual_stride=residual_TE.stride(0), eps=eps, has_norm=True)
 
     def _launch(
         self, tensors: tuple[Tensor, ...], *, residual_stride: int, eps: float, has_norm: bool

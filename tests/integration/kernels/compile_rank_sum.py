@@ -23,7 +23,15 @@ from triton.compiler import ASTSource
 from gapless.kernels import rank_sum_jit
 from gapless.parallel import one_shot
 from gapless.parallel.one_shot import Mailbox, OneShotReducer
+from gapless.parallel.rank_reducer import RankReducer
 
+FORMS = (
+    (torch.bfloat16, 4096, 2),
+    (torch.float16, 8192, 8),
+    (torch.bfloat16, 576, 4),
+    (torch.float32, 2048, 2),
+)
+"""Dtype, elements of a row, ranks."""
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 _TOLD = ("LDG", "STG", "LDL", "STL", "STS", "BAR", "ACQBULK", "PREEXIT", "MEMBAR", "ATOM")
 
@@ -78,21 +86,20 @@ def compile_and_tell(kernel: Any, grid: Any, args: Any, constants: dict[str, Any
     print(json.dumps(described))
 
 
+def call_both(reducer: RankReducer, size: int, dtype: torch.dtype) -> None:
+    values, weight = torch.zeros(3, size, dtype=dtype), torch.ones(size, dtype=dtype)
+    reducer.all_reduce(values)
+    reducer.sum_add_rms_norm(values, values, weight, 1e-5, values.clone(), values.clone())
+
+
 def main() -> None:
     one_shot._kernels = lambda: rank_sum_jit  # type: ignore[assignment]
     one_shot.launch = compile_and_tell  # type: ignore[assignment]
     one_shot.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}  # type: ignore[assignment]
-    for dtype, size, num_ranks in (
-        (torch.bfloat16, 4096, 2),
-        (torch.float16, 8192, 8),
-        (torch.bfloat16, 576, 4),
-        (torch.float32, 2048, 2),
-    ):
+    for dtype, size, num_ranks in FORMS:
         words = torch.zeros(2, dtype=torch.int64)
         reducer = OneShotReducer(Mailbox.of_words(words, [0] * num_ranks, rank=num_ranks - 1))
-        values, weight = torch.zeros(3, size, dtype=dtype), torch.ones(size, dtype=dtype)
-        reducer.all_reduce(values)
-        reducer.sum_add_rms_norm(values, values, weight, 1e-5, values.clone(), values.clone())
+        call_both(reducer, size, dtype)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ memory that they share."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,17 @@ from typing import Any
 import pytest
 import rank_processes
 import torch
-from rank_processes import residual_and_weight, values_of
+from rank_processes import check_sums, make_sums
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
-from gapless.kernels.norm import fused_add_rms_norm
 from gapless.parallel import one_shot
 from gapless.parallel.one_shot import Mailbox, OneShotReducer
-from kernel_oracles import DTYPES, assert_close_to
+from kernel_oracles import DTYPES
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with two GPUs tests/gpu covers the compiled kernel"
 )
 
-EPS = 1e-5
 NUM_ROUNDS = 24
 Work = Callable[[OneShotReducer, int], Any]
 
@@ -54,48 +50,9 @@ def test_sums_of_many_rounds_are_right_and_the_same_bits_everywhere(
     rounds = shapes(num_ranks)
 
     def work(reducer: OneShotReducer, rank: int) -> list[Tensor]:
-        found, own = [], random.Random(rank)
+        return make_sums(reducer, rank, rounds, dtype)
 
-        def wait(builder: Any) -> None:
-            """Between a program's sending and its receiving: the others may be one call ahead by then."""
-            time.sleep(own.choice((0.0, 0.0, 0.02)))
-
-        InterpreterBuilder.create_barrier = wait  # of this process only
-        for number, (num_rows, size, has_norm) in enumerate(rounds):
-            if rank == number % 5:
-                time.sleep(0.02)  # late to begin
-            values = values_of(rank, number, num_rows, size, dtype)
-            assert reducer.serves(values)
-            if not has_norm:
-                reducer.all_reduce(values)
-                found.append(values)
-                continue
-            residual, weight = residual_and_weight(number, num_rows, size, dtype)
-            before = values.clone()
-            out = [torch.full((num_rows, size), float("nan"), dtype=dtype) for _ in range(2)]
-            reducer.sum_add_rms_norm(values, residual, weight, EPS, out[0], out[1])
-            assert torch.equal(values, before)
-            found += out
-        return found
-
-    results = run_ranks(num_ranks, work, tmp_path)
-    for other in results[1:]:
-        assert all(torch.equal(mine, first) for mine, first in zip(other, results[0], strict=True))
-    found = iter(results[0])
-    for number, (num_rows, size, has_norm) in enumerate(rounds):
-        parts = [values_of(rank, number, num_rows, size, dtype) for rank in range(num_ranks)]
-        in_order = parts[0].float()
-        for part in parts[1:]:
-            in_order = in_order + part.float()
-        total = in_order.to(dtype)
-        assert_close_to(total, sum(part.double() for part in parts).to(dtype))
-        if has_norm:
-            residual, weight = residual_and_weight(number, num_rows, size, dtype)
-            wanted = fused_add_rms_norm(total, residual, weight, EPS)
-            assert torch.equal(next(found), wanted[0]), "the residual stream is that of two kernels"
-            assert_close_to(next(found), wanted[1])
-        else:
-            assert torch.equal(next(found), total)
+    check_sums(run_ranks(num_ranks, work, tmp_path), rounds, dtype)
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_after_the_release(tmp_path: Path) -> None:

@@ -47,14 +47,14 @@ def find(few: OneShotReducer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             return Inbox.of_words(words, [0] * num_ranks, **where_it_is)
 
         def seconds(call: Any, agree: Any) -> float:
-            is_ours = call.func is not bulk_choice.by_nccl
+            is_ours = call.func is not one_shot_choice.by_nccl
             return 1.0 if is_ours == faster(call.args[0].shape[0]) else 2.0
 
         properties = SimpleNamespace(multi_processor_count=num_multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(bulk_choice, "_open", open_inbox if has_memory else _fails)
         monkeypatch.setattr(bulk_choice, "is_right", lambda *_: is_right)
-        monkeypatch.setattr(bulk_choice, "seconds_of_call", seconds)
+        monkeypatch.setattr(one_shot_choice, "seconds_of_call", seconds)
         monkeypatch.setattr(one_shot_choice, "_first_launches", lambda *_: launches)
         few.max_bytes = FEW_BYTES
         return find_bulk(None, None, CPU, few=few, agree=agree, from_first=from_first)
