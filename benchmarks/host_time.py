@@ -4,6 +4,8 @@ A model folder is opened with dummy weights. Three things are timed, waiting for
 steps of the engine by batch size, split by stage (the stages are methods, wrapped for the run); one request
 through ``LLM.generate`` up to its only token, beside the GPU time of its graphs; and the runner's replay path
 (dispatch, fill the static inputs, launch) alone, for breakable graphs also per segment without the breaks.
+After a long wait for the GPU the caches of a CPU are cold, and what a replay costs is how much it touches:
+``--cold-mib 32`` makes them cold before every turn of that part, whatever the size of the graph.
 
     python benchmarks/host_time.py --model DIR --batch 1 8 32 128 [--prefill breakable] [--keep-memsets]
 
@@ -24,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gapless import LLM, SamplingParams
@@ -37,7 +40,7 @@ from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.context import use_forward_context
 from gapless.graphs.device.cuda_runtime import CudaRuntime
 from gapless.graphs.device.memset_nodes import UNKNOWN
-from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.device.pinned import PinnedRing, PinnedSlot
 from gapless.graphs.dispatcher import Dispatcher
 from gapless.graphs.program import EagerStep, Program
 from gapless.graphs.runner import GraphRunner
@@ -72,7 +75,7 @@ def main() -> None:
     for phase in ("decode", "prefill"):
         runner = getattr(opened.runner.graphs, phase)
         for descriptor in spread(opened.runner.dispatcher.capture_descriptors(runner.phase)):
-            figures = replay_path(opened, runner, descriptor, arguments.steps)
+            figures = replay_path(opened, runner, descriptor, arguments.steps, cold_mib=arguments.cold_mib)
             result["replay"][f"{phase} {descriptor.num_tokens}"] = figures
             show(f"replay {phase} {descriptor.num_tokens}", figures)
     opened.runner.shutdown()
@@ -96,6 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prefill-sizes", type=int, nargs="*", help="sizes to capture, for a short start")
     parser.add_argument("--decode-sizes", type=int, nargs="*")
     parser.add_argument("--keep-memsets", action="store_true", help="leave memset nodes in graphs")
+    parser.add_argument("--cold-mib", type=int, default=0, help="memory to walk before each replay")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -153,6 +157,7 @@ class Stages:
 def watch_waits(stages: Stages) -> None:
     if torch.cuda.is_available():
         stages.wrap(PinnedSlot, "wait", "wait")
+        stages.wrap(PinnedRing, "_wait", "wait")
     else:
         stages.wrap(Readback, "wait", "wait")
 
@@ -172,7 +177,7 @@ def watched(*, by_stage: bool) -> Iterator[Stages]:
             stages.wrap(BatchBuilder, "build", "build")
             stages.wrap(Dispatcher, "dispatch", "dispatch")
             stages.wrap(StaticInputs, "load", "fill")
-            stages.wrap(PinnedSlot, "send", "copy call")
+            stages.wrap(PinnedRing, "submit", "copy call")
             stages.wrap(Program, "replay", "replay call")
             stages.wrap(GraphRunner, "run", "run (rest)")
             stages.wrap(ModelRunner, "launch", "launch (rest)")
@@ -262,14 +267,22 @@ def gpu_us(opened: OpenedEngine, tokens: int) -> float:
 
 
 def replay_path(
-    opened: OpenedEngine, runner: GraphRunner, descriptor: BatchDescriptor, steps: int
+    opened: OpenedEngine, runner: GraphRunner, descriptor: BatchDescriptor, steps: int, *, cold_mib: int = 0
 ) -> dict[str, Any]:
-    """Microseconds of CPU from a batch to its launched graph, with an idle GPU; ``fill`` and ``launch`` of it
-    also alone."""
+    """Microseconds of CPU from a batch to its launched graph, with an idle GPU; ``dispatch``, ``fill`` and
+    ``launch`` of it also alone."""
     values, sizes = dict(runner.dummy(descriptor)), runner.sizes_of(descriptor)
     query_lens = (1,) * descriptor.num_reqs if descriptor.uniform else (descriptor.num_tokens,)
     device, dispatcher = runner.store.device, opened.runner.dispatcher
-    shape = BatchShape(query_lens=query_lens)
+    decode_shape = BatchShape(query_lens=query_lens)  # the same in all steps of a run
+    others = np.zeros(cold_mib << 20, dtype=np.uint8)
+
+    def wait() -> BatchShape:
+        device.synchronize()
+        if cold_mib:
+            others[::64] += 1
+        return decode_shape if descriptor.uniform else BatchShape(query_lens=(descriptor.num_tokens,))
+
     parts: dict[str, list[float]] = defaultdict(list)
     entry = runner.store.get(GraphKey(runner.phase, runner.strategy.runtime_mode, descriptor))
     assert entry is not None
@@ -277,16 +290,20 @@ def replay_path(
     views = runner.inputs.views(sizes)
     with device.stream_scope(), torch.no_grad(), use_forward_context(context):
         for _ in range(steps):
-            device.synchronize()
+            shape = wait()
             with clock(parts["total"]):
                 found = dispatcher.dispatch(shape)
                 runner.run(descriptor, found.mode, values, num_real=sizes)
         for _ in range(steps):
-            device.synchronize()
+            shape = wait()
+            with clock(parts["dispatch"]):
+                dispatcher.dispatch(shape)
+        for _ in range(steps):
+            wait()
             with clock(parts["fill"]):
                 runner.inputs.load(views, values)
         for _ in range(steps):
-            device.synchronize()
+            wait()
             with clock(parts["launch"]):
                 entry.program.replay()
         figures = {name: round(statistics.median(all_us), 1) for name, all_us in parts.items()}
@@ -317,11 +334,18 @@ def without_breaks(program: Program, device: Any) -> float:
     return statistics.median(took)
 
 
-@contextmanager
-def clock(into: list[float]) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    into.append(1e6 * (time.perf_counter() - start))
+class clock:
+    """Microseconds of the block. A class: what a generator does around the block would be timed too."""
+
+    def __init__(self, into: list[float]) -> None:
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        end = time.perf_counter()
+        self._into.append(1e6 * (end - self._start))
 
 
 def spread(descriptors: tuple[BatchDescriptor, ...]) -> list[BatchDescriptor]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.device.pinned import PinnedRing, PinnedSlot
 
 pytestmark = pytest.mark.gpu
 
@@ -64,4 +64,36 @@ def test_a_slot_that_is_dropped_keeps_its_memory_until_its_copy_has_ended() -> N
     del slot
     gc.collect()
     torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).fill_(9)
+    assert bool((target == 3).all())
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_slots_of_a_ring_are_not_written_before_they_were_read(num_streams: int) -> None:
+    """Each stream sleeps before each of its copies, so the host runs into slots that are still to be read."""
+    streams = [torch.cuda.Stream() for _ in range(num_streams)]
+    staged = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
+    ring, seen = PinnedRing(staged.data_ptr(), staged.nbytes, DEVICE), []
+    torch.cuda.synchronize()
+    for number in range(40):
+        stream = streams[number % num_streams]
+        stream.wait_stream(streams[(number - 1) % num_streams])
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(500_000)
+            ring.acquire()[1][:] = number
+            ring.submit(staged.nbytes)
+            seen.append(staged.clone())
+            seen[-1].record_stream(stream)
+    torch.cuda.synchronize()
+    assert [found.unique().tolist() for found in seen] == [[number] for number in range(40)]
+
+
+def test_a_ring_that_is_dropped_keeps_its_memory_until_its_copies_have_ended() -> None:
+    target = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
+    ring = PinnedRing(target.data_ptr(), 1 << 20, DEVICE)
+    ring.acquire()[1][:] = 3
+    torch.cuda._sleep(20_000_000)
+    ring.submit(1 << 20)
+    del ring
+    gc.collect()
+    torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True).fill_(9)
     assert bool((target == 3).all())

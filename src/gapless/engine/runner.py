@@ -190,7 +190,7 @@ class ModelRunner:
         """Fill the first rows of the logits buffer, one per sampled entry; returns their best tokens."""
         owner = decision.owner or decision.phase
         runner = self._graphs.decode if owner is Phase.DECODE else self._graphs.prefill
-        num_tokens, num_reqs = sum(arrays.query_lens), len(arrays.query_lens)
+        num_tokens, num_reqs = len(arrays.values["input_ids"]), len(arrays.query_lens)
         must_amend = arrays.has_unknown and not self._graphs.embeds_drawn_tokens(runner)
         amend = self._graphs.take_drawn_tokens if must_amend else None
         if decision.descriptor is None:

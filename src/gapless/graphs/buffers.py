@@ -28,7 +28,7 @@ from torch import Tensor
 from gapless.errors import GraphError
 from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
 from gapless.graphs.frozen_arrays import is_frozen
-from gapless.graphs.staging import HostTarget, Pad, Shape, SlotWriter, StagingRing
+from gapless.graphs.staging import HostTarget, Pad, Shape, SlotWriter, make_ring
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,10 @@ class StaticInputs:
         self._poisons: dict[int, Sequence[Pad]] = {}
         self._held: _Held | None = None
         self._may_hold = True
+        self._changing = 0
+        self._changed: np.ndarray | Tensor | None = None
+        """The host input that was found not to be frozen last, and its place: it is looked at first, and not
+        looked at again where it is the same."""
         self._views: dict[tuple[tuple[str, int], ...], InputViews] = {}
         _, capacity = self._pack(self.max_sizes)
         # static: written in place for the life of this object, never rebound
@@ -131,7 +135,7 @@ class StaticInputs:
             for f in fields
             if f.on_device
         }
-        self._ring = StagingRing(self._packed)
+        self._ring = make_ring(self._packed)
         self._knowing: dict[int, SlotWriter] = {}
         """By slot: who wrote to it last, where nobody else can have written since."""
         self._uploads = {
@@ -173,7 +177,7 @@ class StaticInputs:
         host = None if self._is_held(views, values) else self._checked(views, values, self.fields)
         self._check_device(views, values, self.fields)
         self._load_on_device(views, values)
-        if host is not None:
+        if host is not None and self._host_fields:
             self._load(views, *host)
 
     def load(self, views: InputViews, values: Mapping[str, Value]) -> None:
@@ -184,9 +188,9 @@ class StaticInputs:
         dimension, never larger (``GraphError``). Checks run before the first byte is written. Frozen arrays
         (``frozen``) that the views hold already are not written again.
         """
-        host = self._checked(views, values, self._host_fields)
-        if self._host_fields and not self._is_held(views, values):
-            self._load(views, *host)
+        arrays, shapes = self._checked(views, values, self._host_fields)
+        if self._host_fields and (self._held is None or not self._is_held(views, values)):
+            self._load(views, arrays, shapes)
 
     def load_on_device(self, views: InputViews, values: Mapping[str, Value]) -> None:
         """Copy tensors into the on-device inputs of ``views`` and pad behind them. Names and sizes as in
@@ -216,11 +220,19 @@ class StaticInputs:
         self._staged_bytes = num_bytes  # if it is not sent, what was there before may be there still
         self._ring.submit(num_bytes)
         self._staged_bytes = staged_bytes
-        if self._may_hold and all(map(is_frozen, arrays)):
-            loaded = dict(zip(self._host_names, arrays, strict=True))
-            self._held = _Held(views, loaded, self.poison, self.poison_round)
-            if not views.are_kept:
-                views.staged = host[:num_bytes].copy()
+        if arrays[self._changing] is not self._changed and self._may_hold:
+            self._hold(views, arrays, host[:num_bytes])
+
+    def _hold(self, views: InputViews, arrays: Sequence[np.ndarray | Tensor], staged: np.ndarray) -> None:
+        """Remember what was loaded, if none of it can change."""
+        for place in (self._changing, *range(len(arrays))):
+            if not is_frozen(arrays[place]):
+                self._changing, self._changed = place, arrays[place]
+                return
+        loaded = dict(zip(self._host_names, arrays, strict=True))
+        self._held = _Held(views, loaded, self.poison, self.poison_round)
+        if not views.are_kept:
+            views.staged = staged.copy()
 
     def _is_held(self, views: InputViews, values: Mapping[str, Value]) -> bool:
         """Whether the last load was of these very arrays into these views, and so is still there."""

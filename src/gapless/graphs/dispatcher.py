@@ -79,12 +79,14 @@ class Dispatcher:
     def __init__(
         self, plan: GraphPlan, *, max_reqs: int, sets: tuple[_GraphSet, ...], has_lora_graphs: bool
     ) -> None:
-        self._plan = plan
+        self._plan, self._query_len = plan, plan.uniform_query_len
         self._max_reqs = max_reqs
         self._sets = sets
         self._has_lora_graphs = has_lora_graphs
         self._found: dict[tuple[bool, int, int, bool, bool], Dispatch] = {}
         """Decisions made since the sets last changed; serving asks the same few over and over."""
+        self._last: tuple[tuple[int, ...], bool, bool, Dispatch] | None = None
+        """The last question and its answer: lengths that are the same object need not be counted again."""
         self._by_phase = {
             phase: _in_order(sets, phase, plan.phase(phase).strategy.runtime_mode) for phase in PLANNED_PHASES
         }
@@ -111,26 +113,35 @@ class Dispatcher:
     def drop(self, descriptor: BatchDescriptor, *, phase: Phase) -> None:
         """Forget a graph of ``phase`` whose capture failed; the next larger one serves its batches, or
         none."""
-        self._found.clear()
+        self._forget()
         self._set_of(descriptor, phase).drop(descriptor)
 
     def allow_padding(self, descriptor: BatchDescriptor, *, up_to: int) -> None:
         """A prefill graph was measured: with up to ``up_to`` pad tokens it is still faster than an eager
         step."""
-        self._found.clear()
+        self._forget()
         self._set_of(descriptor, Phase.PREFILL).allowed_padding[descriptor] = up_to
 
     def dispatch(self, shape: BatchShape) -> Dispatch:
         """The graph for this step, or the reason for running it eagerly."""
-        query_len, num_reqs = self._plan.uniform_query_len, len(shape.query_lens)
-        is_decode = shape.is_uniform(query_len)
-        num_tokens = query_len * num_reqs if is_decode else shape.num_tokens
-        question = (is_decode, num_tokens, num_reqs, shape.has_lora, shape.uses_cascade)
+        lens, has_lora, uses_cascade = shape.query_lens, shape.has_lora, shape.uses_cascade
+        last = self._last
+        if last is not None and lens is last[0] and has_lora is last[1] and uses_cascade is last[2]:
+            return last[3]  # as in every step of a decode run
+        query_len, num_reqs = self._query_len, len(lens)
+        if num_reqs == 1:
+            (num_tokens,) = lens
+            is_decode = num_tokens == query_len
+        else:
+            is_decode = shape.is_uniform(query_len)
+            num_tokens = query_len * num_reqs if is_decode else sum(lens)
+        question = (is_decode, num_tokens, num_reqs, has_lora, uses_cascade)
         found = self._found.get(question)
         if found is None:
             if len(self._found) >= _MAX_KEPT:
                 self._found.clear()
             found = self._found[question] = self._decide(shape, is_decode=is_decode)
+        self._last = lens, has_lora, uses_cascade, found
         return found
 
     def _decide(self, shape: BatchShape, *, is_decode: bool) -> Dispatch:
@@ -161,6 +172,10 @@ class Dispatcher:
         if shape.has_lora and not self._has_lora_graphs:
             return EagerReason.LORA
         return None
+
+    def _forget(self) -> None:
+        self._found.clear()
+        self._last = None
 
     def _set_of(self, descriptor: BatchDescriptor, phase: Phase) -> _GraphSet:
         for graph_set in self._sets:

@@ -87,6 +87,15 @@ class Program:
     def break_names(self) -> tuple[str, ...]:
         return tuple(step.name for step in self._steps if isinstance(step, EagerStep))
 
+    @property
+    def launch(self) -> Callable[[], None] | None:
+        """A call that does all that ``replay`` does, until ``reset``, and needs neither the forward context
+        nor autograd off; None while there is no such call, or more to do."""
+        if self._is_reset or self._checks or len(self._steps) != 1:
+            return None
+        (step,) = self._steps
+        return step.segment.launch if isinstance(step, GraphStep) else None
+
     def add_segment(self, segment: Segment) -> None:
         """Append a recorded segment, unless it holds no work."""
         if segment.num_nodes == 0:

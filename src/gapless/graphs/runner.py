@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from gapless.graphs.buffers import InputViews, StaticInputs, Value, dim_size
 from gapless.graphs.capture import warm_up
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
-from gapless.graphs.store import GraphKey, GraphStore, LedgerRow, PaddingTiming
+from gapless.graphs.store import GraphEntry, GraphKey, GraphStore, LedgerRow, PaddingTiming
 from gapless.graphs.wrapper import GraphWrapper
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class GraphRunner:
         self._fn, self._outputs = fn, outputs
         self._sizes_of, self._make_dummy, self._make_batch = sizes_of, make_dummy, make_batch
         self._prologue = prologue
+        self._mode = strategy.runtime_mode
+        self._loads_from_host = prologue is None and not inputs.device_names
         self._buffers = [store.output(o.name, o.shape(inputs.max_sizes), o.dtype) for o in outputs]
         self._buckets: dict[BatchDescriptor, _Bucket] = {}
         self._is_warm = False
@@ -152,17 +154,24 @@ class GraphRunner:
         longer.
         ``mode`` NONE runs padded eager.
         """
-        bucket = self._bucket(descriptor)
-        results = self._run(bucket.views, bucket.contexts[mode], values, num_real, amend)
-        if mode is RuntimeMode.NONE:
-            return self._real_rows(results, num_real)
-        counts = tuple(num_real.items())
-        known = bucket.known.get(counts)
-        if known is None or known.results is not results:
-            known = self._get_known(bucket, results, num_real)
-            if len(bucket.known) >= _MAX_KEPT:
-                bucket.known.clear()
-            bucket.known[counts] = known
+        bucket = self._buckets.get(descriptor) or self._bucket(descriptor)
+        launch = bucket.launch
+        entry = bucket.entry
+        if launch is not None and entry is not None and mode is self._mode and entry.outputs is not None:
+            # The graph that served last, not released since: a short way, because caches are cold here.
+            if amend is None and self._loads_from_host:
+                self.inputs.load(bucket.views, values)
+            else:
+                self._load(bucket.views, values, num_real, amend)
+            launch()
+        else:
+            results = self._run(bucket.views, bucket.contexts[mode], values, num_real, amend)
+            if mode is RuntimeMode.NONE:
+                return self._real_rows(results, num_real)
+            self._note_graph(bucket)
+        known = bucket.last
+        if known is None or known.num_real != num_real:
+            known = self._find_known(bucket, num_real)
         row = known.row
         row.replays += 1
         row.tokens += known.num_counted
@@ -347,28 +356,51 @@ class GraphRunner:
     def _key(self, descriptor: BatchDescriptor) -> GraphKey:
         return GraphKey(self.phase, self.strategy.runtime_mode, descriptor)
 
-    def _get_known(
-        self, bucket: _Bucket, results: tuple[Tensor, ...], num_real: Mapping[str, int]
-    ) -> _KnownCounts:
+    def _note_graph(self, bucket: _Bucket) -> None:
+        """The bucket was served by a graph."""
         entry = self.store.get(bucket.key)
         assert entry is not None  # the wrapper would have raised
+        if entry is not bucket.entry:
+            bucket.entry, bucket.last = entry, None
+            bucket.known.clear()
+        # Whether a piece may replay is for the wrapper to say.
+        bucket.launch = None if self.strategy is Strategy.TC_PIECEWISE else entry.program.launch
+
+    def _find_known(self, bucket: _Bucket, num_real: Mapping[str, int]) -> _KnownCounts:
+        counts = tuple(num_real.items())
+        known = bucket.known.get(counts)
+        if known is None:
+            if len(bucket.known) >= _MAX_KEPT:
+                bucket.known.clear()
+            known = bucket.known[counts] = self._make_known(bucket, num_real)
+        bucket.last = known
+        return known
+
+    def _make_known(self, bucket: _Bucket, num_real: Mapping[str, int]) -> _KnownCounts:
+        entry = bucket.entry
+        assert entry is not None
         num_counted = math.prod([num_real[symbol] for symbol in bucket.counted])
         return _KnownCounts(
-            results,
-            self._real_rows(results, num_real),
-            entry.row,
-            num_counted,
-            bucket.num_counted - num_counted,
+            num_real=dict(num_real),
+            real_rows=self._real_rows(entry.outputs, num_real),
+            row=entry.row,
+            num_counted=num_counted,
+            num_padding=bucket.num_counted - num_counted,
         )
 
 
 _MAX_KEPT = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Bucket:
     """What every run of one descriptor needs. All of it is made of static views, so it is made once."""
 
+    launch: Callable[[], None] | None = None
+    """All that its replay is (``Program.launch``); found at its first replay, with ``entry``."""
+    entry: GraphEntry | None = None
+    last: _KnownCounts | None = None
+    """Of the replay before."""
     key: GraphKey
     views: InputViews
     batch: Any
@@ -380,11 +412,11 @@ class _Bucket:
     """By real counts (at most ``_MAX_KEPT``)."""
 
 
-class _KnownCounts(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KnownCounts:
     """What follows from the real counts of a replay."""
 
-    results: tuple[Tensor, ...]
-    """The graph's outputs, by which it is known."""
+    num_real: dict[str, int]
     real_rows: tuple[Tensor, ...]
     row: LedgerRow
     num_counted: int

@@ -1,7 +1,7 @@
 """Staging memory: where a batch is written on the host before one copy takes it to the static inputs.
 
-A ring of pinned slots, guarded by events, so that a slot is never overwritten before it was read; on a CPU
-the one slot is the static buffer itself. All buckets share a slot, each in a layout of its own, so each has a
+A ring of pinned slots (``pinned.py``), of which none is overwritten before it was read; on a CPU the one slot
+is the static buffer itself. All buckets share a slot, each in a layout of its own, so each has a
 ``SlotWriter`` per slot. Whoever wrote to a private slot last knows what lies there, and leaves alone what is
 right already: padding, and arrays that are never written again. Invariant: after ``write`` every byte of the
 bucket's fields is value or padding of this batch, whatever the slot held before (of a table by column: up to
@@ -16,41 +16,34 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from gapless.graphs.device.pinned import PinnedSlot
+from gapless.graphs.device.pinned import PinnedRing
 from gapless.graphs.frozen_arrays import is_frozen
-
-_RING_SLOTS = 4
 
 Shape = tuple[int, ...]
 Pad = int | float | str
 """A value, or ``"last"``: the last row again."""
 
 
-class StagingRing:
-    """Host memory the next batch is written to. On a CPU that is the static buffer itself: nothing to
-    copy."""
+class StaticSlot:
+    """On a CPU: the static buffer itself is written, and there is nothing to copy. As ``PinnedRing``."""
+
+    is_private = False
 
     def __init__(self, packed: Tensor) -> None:
-        self._address = packed.data_ptr()
-        self._next = 0
-        self._slots: list[PinnedSlot] = []
-        if packed.device.type == "cuda":
-            self._slots = [PinnedSlot(packed.nbytes, packed.device) for _ in range(_RING_SLOTS)]
-        self._hosts = [slot.host for slot in self._slots] or [packed.numpy()]
-        self.is_private = bool(self._slots)
-        """Nobody but those who fill it writes to its memory."""
+        self._host = packed.numpy()
 
     def acquire(self) -> tuple[int, np.ndarray]:
-        """The slot to write next and its memory, which no copy reads any more."""
-        if self._slots:
-            self._slots[self._next].wait()
-        return self._next, self._hosts[self._next]
+        return 0, self._host
 
     def submit(self, num_bytes: int) -> None:
-        """Send the first bytes of the slot that was acquired."""
-        if self._slots:
-            self._slots[self._next].send(self._address, num_bytes)
-            self._next = (self._next + 1) % _RING_SLOTS
+        pass
+
+
+def make_ring(packed: Tensor) -> StaticSlot | PinnedRing:
+    """Host memory that the next batch for ``packed`` is written to."""
+    if packed.device.type == "cuda":
+        return PinnedRing(packed.data_ptr(), packed.nbytes, packed.device)
+    return StaticSlot(packed)
 
 
 class HostTarget(NamedTuple):
@@ -98,8 +91,10 @@ class SlotWriter:
         """
         if not is_known or pads is not self._pads:
             self._arrange(shapes, pads, is_known=is_known)
-        elif shapes is not self._shapes and shapes != self._shapes:
-            self._rearrange(shapes)
+        elif shapes is not self._shapes:
+            if shapes != self._shapes:
+                self._rearrange(shapes)
+            self._shapes = shapes  # the same object the next time, which takes no comparison
         written, is_kept = self._written, self._is_kept
         for place, part in enumerate(self._parts):
             value = arrays[place]
@@ -110,12 +105,17 @@ class SlotWriter:
             elif is_kept[place] is None:  # frozen from this write on
                 is_kept[place] = is_frozen(value)
             part[...] = value
-        for place, repeat in self._repeats.items():
-            value = arrays[place]
-            repeat[...] = value[-1] if len(value) else 0
-        if self._table is None:
+        if self._repeats:
+            for place, repeat in self._repeats.items():
+                value = arrays[place]
+                repeat[...] = value[-1] if len(value) else 0
+        table = self._table
+        if table is None:
             return self._num_bytes, self._num_bytes
-        return self._table.clear(staged_before), self._table.end
+        end = table.end
+        if staged_before > end:
+            return table.clear(staged_before), end
+        return end, end
 
     def _arrange(self, shapes: Sequence[Shape], pads: Sequence[Pad], *, is_known: bool) -> None:
         """Nothing is known of the slot, or the padding has changed: pad all that the batch does not fill."""
@@ -141,9 +141,8 @@ class SlotWriter:
 
     def _rearrange(self, shapes: Sequence[Shape]) -> None:
         """All but the batch that was written last is padding already."""
-        before, self._shapes = self._shapes, shapes
         for place, shape in enumerate(shapes):
-            old = before[place]
+            old = self._shapes[place]
             if shape == old:
                 continue
             target, pad = self._targets[place], self._pads[place]
@@ -191,9 +190,8 @@ class _TableClearer:
         self._num_rows, self._num_columns = num_rows, num_columns
         self.clear(self.end)
 
-    def clear(self, staged_before: int) -> int:
-        """Clear as far as is copied: over what the load before has put on the device. Returns that end."""
-        end = max(self.end, staged_before)
+    def clear(self, end: int) -> int:
+        """See to it that all is 0 between the columns of the batch and ``end``. Returns that."""
         if end > self._clean_end:
             self._host[self._clean_end : end] = 0
             self._clean_end = end

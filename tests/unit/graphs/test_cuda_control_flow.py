@@ -447,6 +447,16 @@ def test_reset_segment_cannot_replay(cuda):
         segment.replay()
 
 
+def test_a_program_of_one_graph_is_launched_without_python_until_its_reset(cuda, runtime):
+    program, _ = capture(cuda, lambda: None)
+    segment = program.steps[0].segment
+    runtime.log.clear()
+    program.launch()
+    assert runtime.log == ["replay 1"]
+    program.reset()
+    assert (program.launch, segment.launch) == (None, None)
+
+
 def test_segments_begin_only_on_the_capture_stream(cuda):
     with pytest.raises(GraphError, match=r"stream_scope\(\)"):
         cuda.begin_segment(cuda.new_pool())

@@ -414,6 +414,20 @@ def test_dropping_a_graph_of_another_phase_or_twice_is_a_programming_error():
         dispatcher.drop(key, phase=DECODE)
 
 
+def test_the_last_answer_is_for_the_same_question_only():
+    dispatcher = dispatcher_of(GraphRequest())
+    lens = (1, 1, 1)
+    plain = dispatcher.dispatch(BatchShape(query_lens=lens))
+    assert dispatcher.dispatch(BatchShape(query_lens=lens)) is plain
+    assert plain.mode is RuntimeMode.FULL
+    assert dispatcher.dispatch(BatchShape(query_lens=lens, uses_cascade=True)).mode is not RuntimeMode.FULL
+    assert dispatcher.dispatch(BatchShape(query_lens=lens, has_lora=True)).reason is EagerReason.LORA
+    assert dispatcher.dispatch(BatchShape(query_lens=lens)) is plain
+    assert plain.descriptor is not None
+    dispatcher.drop(plain.descriptor, phase=DECODE)
+    assert dispatcher.dispatch(BatchShape(query_lens=lens)).descriptor != plain.descriptor
+
+
 def test_two_dispatchers_of_one_plan_do_not_share_failures():
     plan = plan_of(GraphRequest())
     first, second = (Dispatcher.build(plan, max_reqs=MAX_REQS) for _ in range(2))

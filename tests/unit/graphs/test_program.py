@@ -87,6 +87,45 @@ def test_replay_runs_without_autograd():
     assert torch.is_grad_enabled()
 
 
+class LaunchableSegment(FakeSegment):
+    @property
+    def launch(self):
+        return self.replay
+
+
+def test_a_program_of_one_segment_is_its_launch_until_it_is_reset():
+    log: list[str] = []
+    program = Program()
+    assert program.launch is None
+    program.add_segment(LaunchableSegment(log, "a"))
+    program.launch()
+    assert log == ["a"]
+    program.reset()
+    assert program.launch is None
+
+
+@pytest.mark.parametrize("also", ["break", "segment"])
+def test_a_program_of_more_steps_has_no_single_launch(also):
+    program = Program()
+    program.add_segment(LaunchableSegment([], "a"))
+    if also == "break":
+        program.add_eager(eager([], "break"))
+    else:
+        program.add_segment(LaunchableSegment([], "b"))
+    assert program.launch is None
+
+
+def test_a_launch_is_given_out_only_when_all_is_checked():
+    log: list[str] = []
+    program = Program()
+    program.add_segment(LaunchableSegment(log, "a"))
+    program.add_check(lambda: log.append("check"))
+    assert program.launch is None
+    program.replay()
+    program.launch()
+    assert log == ["check", "a", "a"]
+
+
 def test_reset_drops_segments_and_captured_arguments():
     class Owner:
         def __call__(self) -> None:

@@ -52,6 +52,11 @@ class Segment(Protocol):
     def num_memsets(self) -> int:
         """Memset nodes among them, which make its launch slow on CUDA; -1 where the device cannot tell."""
 
+    @property
+    def launch(self) -> Callable[[], None] | None:
+        """A call that does what ``replay`` does and runs no Python, until ``reset``; None where there is
+        none."""
+
     def replay(self) -> None: ...
 
     def reset(self) -> None:

@@ -123,6 +123,10 @@ class CudaSegment:
     def num_memsets(self) -> int:
         return self._num_memsets
 
+    @property
+    def launch(self) -> Callable[[], None] | None:
+        return None if self._graph is None else self._graph.replay
+
     def replay(self) -> None:
         if self._graph is None:
             raise GraphError("this segment was reset; capture it again")

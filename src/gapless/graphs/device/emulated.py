@@ -87,6 +87,10 @@ class EmulatedSegment:
     def op_names(self) -> tuple[str, ...]:
         return tuple(self._op_names)
 
+    @property
+    def launch(self) -> None:
+        """Ops may be in Python, and read the forward context."""
+
     def replay(self) -> None:
         """Run the ops again. Raises ``StaleAddressError`` naming the op and argument whose memory is gone."""
         if self._calls is None:
