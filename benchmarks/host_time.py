@@ -33,6 +33,7 @@ from gapless import LLM, SamplingParams
 from gapless.config import EngineConfig
 from gapless.engine.build import OpenedEngine, open_engine
 from gapless.engine.core import EngineCore
+from gapless.engine.graph_set import GraphSet
 from gapless.engine.readback import Readback
 from gapless.engine.runner import ModelRunner
 from gapless.graphs.batch import BatchDescriptor, BatchShape
@@ -127,10 +128,11 @@ class Stages:
     def __init__(self) -> None:
         self.us: dict[str, float] = defaultdict(float)
         self._children = [0.0]
-        self._undo: list[tuple[type, str, Any]] = []
+        self._undo: list[tuple[Any, str, Any]] = []
 
-    def wrap(self, owner: type, method: str, stage: str) -> None:
-        original = vars(owner).get(method)
+    def wrap(self, owner: Any, method: str, stage: str) -> None:
+        """``owner``: a class, or an object that holds a function in ``method``."""
+        original = vars(owner).get(method) if isinstance(owner, type) else getattr(owner, method)
         inner: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -163,12 +165,12 @@ def watch_waits(stages: Stages) -> None:
 
 
 @contextmanager
-def watched(*, by_stage: bool) -> Iterator[Stages]:
-    """``by_stage`` false: only the waiting is timed, which costs next to nothing."""
+def watched(graphs: GraphSet | None) -> Iterator[Stages]:
+    """Without ``graphs`` only the waiting is timed, which costs next to nothing."""
     stages = Stages()
     watch_waits(stages)
     try:
-        if by_stage:
+        if graphs is not None:
             from gapless.engine.draw import DrawnTokens, TokenDrawer
             from gapless.engine.inputs import BatchBuilder
             from gapless.engine.scheduler import Scheduler
@@ -179,6 +181,9 @@ def watched(*, by_stage: bool) -> Iterator[Stages]:
             stages.wrap(StaticInputs, "load", "fill")
             stages.wrap(PinnedRing, "submit", "copy call")
             stages.wrap(Program, "replay", "replay call")
+            for bucket in known_buckets(graphs):
+                if bucket.launch is not None:
+                    stages.wrap(bucket, "launch", "replay call")
             stages.wrap(GraphRunner, "run", "run (rest)")
             stages.wrap(ModelRunner, "launch", "launch (rest)")
             stages.wrap(TokenDrawer, "draw", "draw")
@@ -193,10 +198,16 @@ def watched(*, by_stage: bool) -> Iterator[Stages]:
         stages.unwrap()
 
 
-def repeat(step: Callable[[], object], steps: int, *, by_stage: bool) -> dict[str, Any]:
-    """Medians per call: wall time, CPU time (wall without waiting), or the stages of it."""
+def known_buckets(graphs: GraphSet) -> list[Any]:
+    runners = (graphs.prefill, graphs.decode, graphs.head, graphs.sample, graphs.sample_filtered)
+    return [bucket for runner in runners for bucket in runner._buckets.values()]
+
+
+def repeat(step: Callable[[], object], steps: int, graphs: GraphSet | None = None) -> dict[str, Any]:
+    """Medians per call: wall time, CPU time (wall without waiting); of a step over ``graphs`` the stages of
+    it."""
     rows: list[dict[str, float]] = []
-    with watched(by_stage=by_stage) as stages:
+    with watched(graphs) as stages:
         for _ in range(steps):
             stages.us.clear()
             start = time.perf_counter()
@@ -218,8 +229,8 @@ def decode_steps(opened: OpenedEngine, batch: int, steps: int) -> dict[str, Any]
         core.add_request(str(index), random_prompt(opened, 100), greedy(2 * steps + 40), streams=False)
     while core.scheduler.waiting or any(s.num_output_tokens < WARM_UP for s in core.scheduler.running):
         core.step()
-    figures = repeat(core.step, steps, by_stage=False)
-    figures["stages"] = repeat(core.step, steps, by_stage=True)
+    figures = repeat(core.step, steps)
+    figures["stages"] = repeat(core.step, steps, opened.runner.graphs)
     for index in range(batch):
         core.abort_request(str(index))
     while core.has_unfinished():
@@ -237,9 +248,9 @@ def first_token(opened: OpenedEngine, tokens: int, steps: int) -> dict[str, Any]
 
     for _ in range(WARM_UP):
         generate()
-    figures = repeat(generate, steps, by_stage=False)
+    figures = repeat(generate, steps)
     figures["gpu"] = round(gpu_us(opened, tokens), 1)
-    figures["stages"] = repeat(generate, steps, by_stage=True)
+    figures["stages"] = repeat(generate, steps, opened.runner.graphs)
     return figures
 
 
@@ -286,6 +297,7 @@ def replay_path(
     parts: dict[str, list[float]] = defaultdict(list)
     entry = runner.store.get(GraphKey(runner.phase, runner.strategy.runtime_mode, descriptor))
     assert entry is not None
+    launch = entry.program.launch or entry.program.replay  # as the runner does
     context = runner._bucket(descriptor).contexts[runner.strategy.runtime_mode]  # breaks read it
     views = runner.inputs.views(sizes)
     with device.stream_scope(), torch.no_grad(), use_forward_context(context):
@@ -305,7 +317,7 @@ def replay_path(
         for _ in range(steps):
             wait()
             with clock(parts["launch"]):
-                entry.program.replay()
+                launch()
         figures = {name: round(statistics.median(all_us), 1) for name, all_us in parts.items()}
         figures["memsets"] = entry.row.num_memsets
         if entry.row.num_segments > 1:

@@ -77,6 +77,19 @@ def test_a_stage_is_timed_without_the_stages_it_calls() -> None:
     assert stages.us == {"outer": pytest.approx(2), "inner": pytest.approx(4)}
 
 
+def test_a_function_that_an_object_holds_is_a_stage_too() -> None:
+    class Holder:
+        __slots__ = ("call",)
+
+    holder, stages = Holder(), host_time.Stages()
+    holder.call = call = Worker().inherited
+    stages.wrap(holder, "call", "call")
+    holder.call()
+    stages.unwrap()
+    assert holder.call is call
+    assert stages.us == {"call": pytest.approx(1)}
+
+
 def test_wrapped_methods_are_put_back_inherited_ones_too_and_after_an_error() -> None:
     before = dict(vars(Worker))
     stages = host_time.Stages()
@@ -99,6 +112,7 @@ def test_a_run_on_a_cpu_reports_every_section(
         *("--model", str(tmp_path), "--device", "cpu", "--steps", "4"),
         *("--batch", "2", "--prompt-tokens", "5", "--max-model-len", "256", "--max-running-requests", "4"),
         *("--kv-cache-tokens", "1024", "--prefill-sizes", "8", "--decode-sizes", "2", "--prefill", prefill),
+        *("--cold-mib", "1"),
     ]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -108,4 +122,5 @@ def test_a_run_on_a_cpu_reports_every_section(
     assert {"schedule", "build", "fill", "replay call", "accept"} <= decode["stages"].keys()
     assert result["first_token"]["5"]["cpu"] > 0
     assert {"decode 2", "prefill 8"} == set(result["replay"])
+    assert {"total", "dispatch", "fill", "launch"} <= result["replay"]["decode 2"].keys()
     assert ("per_segment" in result["replay"]["prefill 8"]) == (prefill == "breakable")

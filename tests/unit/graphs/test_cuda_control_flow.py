@@ -6,6 +6,7 @@ behaviour of torch 2.11 after a failed capture, and records every call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -162,6 +163,9 @@ class FakeRuntime:
         graph.ended_well = True
         self.log.append(f"end {graph.number}")
         return self.has_work
+
+    def launch_of(self, graph: FakeGraph) -> Callable[[], None]:
+        return graph.replay
 
     def count_nodes(self, stream: FakeStream) -> int:
         assert self.capturing is not None

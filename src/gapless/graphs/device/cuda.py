@@ -109,8 +109,11 @@ class CudaPool:
 class CudaSegment:
     """One captured CUDA graph. ``reset`` retires it; the pool destroys it."""
 
-    def __init__(self, graph: Any, pool: CudaPool, *, num_nodes: int, num_memsets: int) -> None:
-        self._graph: Any = graph
+    def __init__(
+        self, launch: Callable[[], None], pool: CudaPool, *, num_nodes: int, num_memsets: int
+    ) -> None:
+        """``launch`` is bound to the graph."""
+        self.launch: Callable[[], None] | None = launch
         self._pool = pool
         self._num_nodes, self._num_memsets = num_nodes, num_memsets
         pool.num_live_segments += 1
@@ -123,18 +126,14 @@ class CudaSegment:
     def num_memsets(self) -> int:
         return self._num_memsets
 
-    @property
-    def launch(self) -> Callable[[], None] | None:
-        return None if self._graph is None else self._graph.replay
-
     def replay(self) -> None:
-        if self._graph is None:
+        if self.launch is None:
             raise GraphError("this segment was reset; capture it again")
-        self._graph.replay()
+        self.launch()
 
     def reset(self) -> None:
-        if self._graph is not None:
-            self._graph = None
+        if self.launch is not None:
+            self.launch = None
             self._pool.num_live_segments -= 1
 
 
@@ -200,7 +199,7 @@ class CudaDevice:
         finally:
             self._close(opened)
         return CudaSegment(
-            opened.graph,
+            self._runtime.launch_of(opened.graph),
             opened.pool,
             num_nodes=num_nodes if has_work else 0,
             num_memsets=memsets.left,
