@@ -1,10 +1,11 @@
 """GraphRunner: one callable over static inputs, captured for every size of one phase.
 
 It warms up (in mode NONE, on the capture stream), captures largest first, and runs a step: load the batch
-into the bucket's views, set the forward context, call the wrapper, hand out the real rows. The same call with
-mode NONE is *padded eager*, the oracle graphs must equal bit for bit. A size whose capture fails stays eager;
-the rest go on. Which graph serves a batch is the dispatcher's business, decided before anything is staged
-here.
+into the bucket's views, set the forward context, call the wrapper, hand out the real rows. From its second
+replay on, a size whose program is one graph and no Python is launched without context and wrapper: nothing
+would read the one, and the other has said all it has to say. The same call with mode NONE is *padded eager*,
+the oracle graphs must equal bit for bit. A size whose capture fails stays eager; the rest go on. Which graph
+serves a batch is the dispatcher's business, decided before anything is staged here.
 """
 
 from __future__ import annotations
