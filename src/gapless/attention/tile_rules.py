@@ -1,9 +1,10 @@
-"""Tile shapes and numbers of splits of the paged attention kernels, as rules of shapes alone.
+"""Tile shapes and numbers of splits of the attention kernels, as rules of shapes alone.
 
 No autotuner: nothing may be compiled, timed or synchronised while a stream is capturing, and a bucket must
 launch the same way every time. The rules come from sweeps on one H200 (``benchmarks/attention_kernels.py``).
 Invariant: whatever a rule says fits in ``shared_bytes``, what a program may have of a multiprocessor's shared
-memory; a GPU with less than Hopper's gets fewer stages or smaller tiles. Used by ``triton_paged.py``.
+memory; a GPU with less than Hopper's gets fewer stages or smaller tiles. Used by ``triton_paged.py`` and
+``triton_varlen.py``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ class DecodeTile:
     num_stages: int
     num_splits: int
     min_keys: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderTile:
+    """``block_q`` rows of one head against ``block_n`` keys at a time."""
+
+    block_q: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,6 +103,20 @@ def hopper_tile(
         num_warps=4,
         num_stages=2,
         split_loop=True,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def encoder_tile(*, num_heads: int, num_rows: int, max_len: int, itemsize: int) -> EncoderTile:
+    """Few rows in small tiles, of which two run on a multiprocessor: one's softmax goes beside the other's
+    products. Of many rows large ones, whose keys are read half as often."""
+    is_wide = itemsize > 2
+    is_small = is_wide or max_len <= 64 or num_rows * num_heads <= _FEW_ENCODER_ROWS
+    return EncoderTile(
+        block_q=64 if is_small else 128,
+        block_n=32 if is_wide else 64,
+        num_warps=4 if is_small else 8,
+        num_stages=2 if is_wide else 3,
     )
 
 
@@ -151,6 +176,8 @@ _SHORT_HOPPER_PREFILL = 512
 _HOPPER_BLOCK_N = 128
 _MIN_PAGE_ROWS = 8
 """The copy engine writes shared memory in patterns of 8 rows."""
+_FEW_ENCODER_ROWS = 2 * 132 * 64
+"""Of all heads: what two programs of 64 rows on each multiprocessor of an H200 take at once."""
 _ENOUGH_PROGRAMS = 128
 """About one for each of 132 multiprocessors. More splits only add to the merge."""
 _MAX_SPLITS = 16

@@ -11,6 +11,10 @@ Strides come in units of as many elements as they all are multiples of, up to 16
 only whether they divide by 16: without the unit a head of 72 elements, 144 bytes, would be read 2 bytes at a
 time, and not ahead of the products.
 
+``EARLY`` kernels are launched while the kernel before them still runs (``triton_kernels.py``): before
+``gdc_wait`` they read ``cu_seqlens`` alone, which the kernel right before never writes: it is a static input,
+or (``encoder_interface.py``) has become lengths in a kernel of its own since.
+
 ``S`` rows, ``N`` segments, ``H`` heads, ``M`` rows of a tile, ``A`` and ``B`` the parts of a head.
 """
 
@@ -18,17 +22,20 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gapless.attention.tile_rules import EncoderTile, encoder_tile
 from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.ops import direct, register_custom_op
 from gapless.kernels.launch import Constants, launch
-from gapless.kernels.select import next_power_of_2
+from gapless.kernels.select import launch_options, next_power_of_2
 
 # mypy: allow-untyped-defs
 
@@ -52,19 +59,37 @@ def triton_varlen_attention(
     scale: float,
 ) -> None:
     """The contract is ``VarlenBackend.attend``. Raises ``ConfigError`` for tensors it cannot take."""
-    _check(query_SHD, key_SHD, value_SHD, out_SHD, max_len)
-    num_rows, num_heads, head_size = query_SHD.shape
-    num_segments = cu_seqlens_kk.shape[0]
+    _check(query_SHD, key_SHD, value_SHD, out_SHD, max_len, scale)
+    num_rows, num_heads, _ = query_SHD.shape
     if num_rows == 0:
         return
+    tile = encoder_tile(
+        num_heads=num_heads, num_rows=num_rows, max_len=max_len, itemsize=query_SHD.element_size()
+    )
     tensors = (query_SHD, key_SHD, value_SHD, out_SHD)
+    launch_varlen(tensors, cu_seqlens, cu_seqlens_kk, scale, tile)
+
+
+varlen_attention = direct(triton_varlen_attention)
+
+
+def launch_varlen(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    cu_seqlens: Tensor,
+    cu_seqlens_kk: Tensor,
+    scale: float,
+    tile: EncoderTile,
+) -> None:
+    """``triton_varlen_attention`` with a given tile. ``tensors``: query, key, value and out, none empty."""
+    query_SHD = tensors[0]
+    num_rows, num_heads, head_size = query_SHD.shape
+    num_segments = cu_seqlens_kk.shape[0]
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
     unit = math.gcd(16 // query_SHD.element_size(), *strides)
     is_aligned = unit * query_SHD.element_size() == 16 and not any(
         tensor.data_ptr() & 15 for tensor in tensors
     )
-    device_type = query_SHD.device.type
-    constants = _constants(head_size, max_len, query_SHD.dtype, device_type, unit, is_aligned)
+    constants = _constants(head_size, tile, query_SHD.dtype, query_SHD.device, unit, is_aligned)
     num_tiles = -(-num_rows // constants["BLOCK_Q"]) + min(num_segments, _SPARE_TILES)
     args = (
         *tensors,
@@ -78,45 +103,43 @@ def triton_varlen_attention(
     launch(varlen_attention_kernel, (num_heads, min(num_tiles, _MOST_TILES)), args, constants)
 
 
-varlen_attention = direct(triton_varlen_attention)
-
-
 @functools.lru_cache(maxsize=256)
 def _constants(
-    head_size: int, max_len: int, dtype: torch.dtype, device_type: str, unit: int, is_aligned: bool
+    head_size: int, tile: EncoderTile, dtype: torch.dtype, device: torch.device, unit: int, is_aligned: bool
 ) -> Constants:
-    """Tiles by a rule, not by an autotuner: nothing may be timed while a stream is capturing.
+    if device.type == "cpu":  # the interpreter: small tiles, so that tests see several
+        tile = replace(tile, block_q=32, block_n=32)
+    return Constants(**kernel_constants(head_size, tile, dtype, unit, is_aligned), **launch_options(device))
 
-    Only what is read 16 bytes at a time is split. Of a split kernel that waits for its loads ptxas 12.8 makes
-    products with a descriptor from a register that nothing has written: see ``sass.py`` beside its tests.
-    """
+
+def kernel_constants(
+    head_size: int, tile: EncoderTile, dtype: torch.dtype, unit: int, is_aligned: bool
+) -> dict[str, Any]:
+    """All but those of ``launch_options``. Only what is read 16 bytes at a time is split: of a split kernel
+    that waits for its loads ptxas 12.8 makes products with a descriptor from a register that nothing has
+    written (see ``sass.py`` beside its tests)."""
     part_a = next_power_of_2(head_size)
     part_b = 0
     if part_a > head_size and head_size > 16 and is_aligned:
         part_a //= 2
         part_b = max(next_power_of_2(head_size - part_a), 16)
-    part_a = max(part_a, 16)
-    has_b = part_b > 0
-    is_wide = dtype == torch.float32
-    block_q = 64 if max_len <= 64 or is_wide else 128
-    block_n = 32 if is_wide else 64
-    if device_type == "cpu":  # the interpreter: small tiles, so that tests see several
-        block_q, block_n = 32, 32
-    return Constants(
-        HEAD_SIZE=head_size,
-        STRIDE_UNIT=unit,
-        PART_A=part_a,
-        PART_B=part_b or 16,
-        HAS_B=has_b,
-        BLOCK_Q=block_q,
-        BLOCK_N=block_n,
-        DOT_PRECISION="ieee" if is_wide else "tf32",
-        num_warps=4 if block_q <= 64 else 8,
-        num_stages=2 if is_wide else 3,
-    )
+    return {
+        "HEAD_SIZE": head_size,
+        "STRIDE_UNIT": unit,
+        "PART_A": max(part_a, 16),
+        "PART_B": part_b or 16,
+        "HAS_B": part_b > 0,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_N": tile.block_n,
+        "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
-def _check(query_SHD: Tensor, key_SHD: Tensor, value_SHD: Tensor, out_SHD: Tensor, max_len: int) -> None:
+def _check(
+    query_SHD: Tensor, key_SHD: Tensor, value_SHD: Tensor, out_SHD: Tensor, max_len: int, scale: float
+) -> None:
     if query_SHD.device.type == "cpu" and not read_env().triton_interpret:
         raise ConfigError("encoder attention triton_varlen needs a CUDA device; use torch_reference on a CPU")
     if query_SHD.shape[2] > MAX_HEAD_SIZE:
@@ -128,6 +151,8 @@ def _check(query_SHD: Tensor, key_SHD: Tensor, value_SHD: Tensor, out_SHD: Tenso
         raise ConfigError("triton_varlen needs contiguous heads (last stride 1)")
     if not max_len > 0:
         raise ConfigError(f"triton_varlen needs a positive max_len, not {max_len}")
+    if not scale > 0:
+        raise ConfigError(f"triton_varlen needs a positive scale, not {scale}; use torch_reference")
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
@@ -157,8 +182,11 @@ def varlen_attention_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs (head, tile); a program takes every ``num_programs``-th tile, then clears its pad rows."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     program = tl.program_id(1)
     scale_log2 = scale * LOG2_E
@@ -184,6 +212,8 @@ def varlen_attention_kernel(
         tile = program + round * tl.num_programs(1)
         segment = _count_segments(cu_seqlens, num_used, tile + 1, BLOCK_Q, 1) - 1
         start = tl.load(cu_seqlens + segment)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         length = tl.load(cu_seqlens_kk + segment)
         first = (tile - start // BLOCK_Q - segment) * BLOCK_Q
         if first < length:
@@ -211,20 +241,23 @@ def varlen_attention_kernel(
                 HEAD_SIZE, PART_A, PART_B, HAS_B, BLOCK_N, True, DOT_PRECISION,
             )  # fmt: skip
             out_row = out_SHD + row_in_all[:, None] * out_stride_s
+            share_M = 1.0 / total_M
             tl.store(
                 out_row + dim_a[None, :],
-                (sum_a / total_M[:, None]).to(out_SHD.dtype.element_ty),
+                (sum_a * share_M[:, None]).to(out_SHD.dtype.element_ty),
                 mask=is_row[:, None] & is_dim_a[None, :],
             )
             if HAS_B:
                 tl.store(
                     out_row + dim_b[None, :],
-                    (sum_b / total_M[:, None]).to(out_SHD.dtype.element_ty),
+                    (sum_b * share_M[:, None]).to(out_SHD.dtype.element_ty),
                     mask=is_row[:, None] & is_dim_b[None, :],
                 )
 
     pad_row = end // BLOCK_Q * BLOCK_Q + program * BLOCK_Q
     while pad_row < num_rows:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         pad_S = pad_row + row
         is_pad = (pad_S >= end) & (pad_S < num_rows)
         out_row = out_SHD + pad_S.to(tl.int64)[:, None] * out_stride_s
@@ -277,11 +310,10 @@ def _attend_keys(
                 key_at + dim_b[:, None], is_key[None, :], dim_b[:, None], HEAD_SIZE, PART_A + PART_B, IS_TAIL
             )
             score_MN += tl.dot(query_b, key_b, input_precision=DOT_PRECISION)
-        score_MN *= scale_log2
         if IS_TAIL:
             score_MN = tl.where(is_key[None, :], score_MN, float("-inf"))
-        new_best_M = tl.maximum(best_M, tl.max(score_MN, 1))
-        probability_MN = tl.exp2(score_MN - new_best_M[:, None])
+        new_best_M = tl.maximum(best_M, tl.max(score_MN, 1) * scale_log2)
+        probability_MN = tl.exp2(score_MN * scale_log2 - new_best_M[:, None])
         shrink_M = tl.exp2(best_M - new_best_M)
         total_M = total_M * shrink_M + tl.sum(probability_MN, 1)
         best_M = new_best_M

@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from gapless.attention import hopper_kernel, hopper_prefill, triton_decode, triton_kernels, triton_varlen
-from gapless.attention.tile_rules import DecodeTile, decode_tile, hopper_tile, prefill_tile
+from gapless.attention.tile_rules import DecodeTile, decode_tile, encoder_tile, hopper_tile, prefill_tile
 from gapless.kernels.select import next_power_of_2
 
 _SEGMENTS = ("cu_seqlens", "cu_seqlens_kk")
@@ -169,11 +169,13 @@ def compile_hopper_kernel(shapes: list[tuple[int, int, int]]) -> None:
 
 
 def compile_encoder_kernels(shapes: list[tuple[int, int, int]]) -> None:
-    """``shapes``: head sizes, longest segments, and what all strides are multiples of."""
-    for head_size, max_len, unit in shapes:
-        constants = dict(
-            triton_varlen._constants(head_size, max_len, torch.bfloat16, "cuda", unit, is_aligned=unit == 8)
+    """``shapes``: head sizes, rows of 16 heads, and what all strides are multiples of."""
+    for head_size, num_rows, unit in shapes:
+        tile = encoder_tile(num_heads=16, num_rows=num_rows, max_len=num_rows, itemsize=2)
+        constants = triton_varlen.kernel_constants(
+            head_size, tile, torch.bfloat16, unit, is_aligned=unit == 8
         )
+        constants["EARLY"] = True
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         kernel = triton_varlen.varlen_attention_kernel
         heads = tuple(name for name in kernel.arg_names if name.endswith("_stride_h"))

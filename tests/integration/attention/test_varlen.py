@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gapless.attention import varlen
 from gapless.attention.encoder_interface import VARLEN_INTERFACE_NAME, attach_varlen
+from gapless.attention.tile_rules import encoder_tile
 from gapless.attention.varlen import (
     Segments,
     TorchReferenceVarlen,
@@ -334,6 +335,32 @@ def test_the_kernel_refuses_tensors_it_cannot_take(change, message) -> None:
     backend = TritonVarlen()
     with pytest.raises(ConfigError, match=message):
         backend.attend(*tensors, backend.arguments(segments_of((4,))), scale=1.0)
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_the_kernel_refuses_scales_that_do_not_keep_the_order_of_scores(scale: float) -> None:
+    query, key, value = make(4, (4,))
+    backend = TritonVarlen()
+    with pytest.raises(ConfigError, match="positive scale"):
+        backend.attend(query, key, value, query, backend.arguments(segments_of((4,))), scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_rows", "max_len", "itemsize", "tile"),
+    [
+        (16, 1024, 1024, 2, (64, 64, 4, 3)),
+        (16, 1056, 1056, 2, (64, 64, 4, 3)),
+        (16, 1057, 1057, 2, (128, 64, 8, 3)),
+        (12, 1408, 1408, 2, (64, 64, 4, 3)),
+        (16, 8192, 64, 2, (64, 64, 4, 3)),
+        (16, 8192, 8192, 2, (128, 64, 8, 3)),
+        (16, 8192, 8192, 4, (64, 32, 4, 2)),
+    ],
+)
+def test_few_rows_get_small_tiles(num_heads, num_rows, max_len, itemsize, tile) -> None:
+    chosen = encoder_tile(num_heads=num_heads, num_rows=num_rows, max_len=max_len, itemsize=itemsize)
+    assert (chosen.block_q, chosen.block_n, chosen.num_warps, chosen.num_stages) == tile
 
 
 class Module(nn.Module):
