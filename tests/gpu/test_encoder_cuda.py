@@ -29,6 +29,8 @@ from gapless.graphs.encoder import EncoderFallback, EncoderMode, EncoderOptions,
 from gapless.graphs.encoder_budgets import DEFAULT_FINE_FROM, budget_ladder
 from gapless.graphs.modes import Phase
 from gapless.kernels.launch import is_compiling_ahead
+from gapless.kernels.select import is_hopper
+from gapless.models.vision.fused import feed_forward
 from gapless.models.vision.tower import VisionTower, make_tower
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +97,25 @@ def test_towers_equal_transformers(model_type: str, attention: str, is_fused: bo
     runner = EncoderRunner(tower, device=cuda, options=EncoderOptions(mode=EncoderMode.OFF))
     items = [media(tower, grid) for grid in GRIDS]
     assert_close(runner.eager(items), [of_transformers(tower, item) for item in items])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gelu_in_the_product_is_as_near_as_behind_it(dtype: torch.dtype, cuda) -> None:
+    config = {**CONFIGS["qwen3_vl"], "hidden_size": 144, "intermediate_size": 536}
+    tower = make_tower("qwen3_vl", config, dtype=dtype, device=cuda.torch_device)
+    fill(tower)
+    mlp: Any = tower.module.blocks[0].mlp  # type: ignore[index, union-attr]
+    assert hasattr(mlp, "activates_in_product") == is_hopper(cuda.torch_device)
+    hidden = torch.randn(300, 144, device="cuda", dtype=dtype)
+    first, second = mlp.linear_fc1, mlp.linear_fc2
+    inner = torch.nn.functional.linear(hidden.double(), first.weight.double(), first.bias.double())
+    inner = torch.nn.functional.gelu(inner, approximate="tanh")
+    expected = torch.nn.functional.linear(inner, second.weight.double(), second.bias.double())
+    with torch.no_grad():
+        within, behind = (
+            float((found.double() - expected).norm()) for found in (feed_forward(mlp, hidden), mlp(hidden))
+        )
+    assert within <= 1.25 * behind
 
 
 @pytest.mark.parametrize("mode", ["budget", "exact"])

@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _FIRST: Mapping[Any, int] = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
+    torch.ops.aten._addmm_activation.default: 1,
     torch.ops.aten.bmm.default: 0,
 }
 """Products, and which of their arguments is the left factor; the right one follows."""
+_HARMLESS = {"use_gelu"}
+"""Options without which a layer's product would not be one."""
 
 
 class ProductsLeftOut(TorchDispatchMode):
@@ -32,7 +35,7 @@ class ProductsLeftOut(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         first = _FIRST.get(func)
-        if first is None or kwargs:
+        if first is None or not _HARMLESS.issuperset(kwargs or ()):
             return func(*args, **(kwargs or {}))
         left, right = args[first : first + 2]
         return left.new_empty((*left.shape[:-1], right.shape[-1]))

@@ -22,7 +22,8 @@ from encoder_cases import (
 )
 from gapless.graphs.device import get_device
 from gapless.graphs.encoder_adapter import fresh_run
-from gapless.models.vision.fused import feed_forward, padded_width
+from gapless.models.vision import qwen_vl
+from gapless.models.vision.fused import activate_in_products, feed_forward, padded_width
 from gapless.models.vision.tower import VisionTower, make_tower
 
 CPU = get_device("cpu")
@@ -121,6 +122,45 @@ def test_an_activation_without_a_kernel_keeps_its_own_mlp() -> None:
     config = {**CONFIGS["qwen2_5_vl"], "hidden_act": "gelu"}
     tower = make_tower("qwen2_5_vl", config, dtype=torch.float32, device=CPU.torch_device, is_fused=True)
     assert not hasattr(tower.module.blocks[0].mlp, "gate_up_weight")  # type: ignore[union-attr, index]
+
+
+def test_a_product_that_applies_the_activation_is_an_mlp_like_any_other(monkeypatch) -> None:
+    """On CUDA the operator takes the tanh form, as it does here; on a CPU it takes the other one."""
+
+    def product(bias: Tensor, x: Tensor, weight: Tensor, *, use_gelu: bool) -> Tensor:
+        assert use_gelu
+        return torch.nn.functional.gelu(torch.addmm(bias, x, weight), approximate="tanh")
+
+    monkeypatch.setattr(torch, "_addmm_activation", product)
+    tower = tiny_tower("qwen3_vl", device=CPU, is_fused=True)
+    blocks: Any = tower.module.blocks
+    assert not hasattr(blocks[0].mlp, "activates_in_product")  # no Hopper GPU
+    items = [media(tower, grid) for grid in GRIDS]
+    expected = [of_transformers(tower, item) for item in items]
+    activate_in_products(blocks)
+    monkeypatch.setattr(type(blocks[0].mlp), "forward", None)
+    with runner_of(tower, "off", device=CPU) as runner:
+        assert_close(runner.run(items), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "activates"),
+    [
+        ({}, torch.bfloat16, True),
+        ({}, torch.float16, True),
+        ({}, torch.float32, False),
+        ({"hidden_act": "gelu"}, torch.bfloat16, False),
+    ],
+)
+def test_products_apply_the_tanh_form_in_half_precision_on_hopper(
+    options: dict[str, Any], dtype: torch.dtype, activates: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(qwen_vl, "is_hopper", lambda device: True)
+    config = {**CONFIGS["qwen3_vl"], **options}
+    for is_fused in (True, False):
+        tower = make_tower("qwen3_vl", config, dtype=dtype, device=CPU.torch_device, is_fused=is_fused)
+        blocks: Any = tower.module.blocks
+        assert hasattr(blocks[0].mlp, "activates_in_product") == (activates and is_fused)
 
 
 class LiveBytes(TorchDispatchMode):

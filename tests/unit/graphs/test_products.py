@@ -41,6 +41,14 @@ def test_products_of_batches_have_their_shapes() -> None:
     assert "aten::bmm" not in ran.names
 
 
+def test_products_with_their_activation_have_their_shapes() -> None:
+    layer, x = nn.Linear(8, 12), torch.zeros(5, 8)
+    with torch.no_grad(), Ran() as ran, ProductsLeftOut():
+        found = torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
+    assert found.shape == (5, 12)
+    assert "aten::_addmm_activation" not in ran.names
+
+
 def test_everything_else_is_as_ever_and_so_are_products_after_it() -> None:
     x, layer = torch.randn(3, 4), nn.Linear(4, 4)
     expected = layer(x)

@@ -11,6 +11,7 @@ queries and keys, ``D`` head size, ``F`` = D / 2, ``I`` columns of an MLP, with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,14 @@ def merge_gated(module: nn.Module) -> None:
         mlp.register_buffer("down_weight", down_weight, persistent=False)
 
 
+def activate_in_products(blocks: Iterable[Any]) -> None:
+    """Let the first product of every block's MLP apply the MLP's activation, the tanh form of GELU: a kernel
+    less, and what the activation reads is not rounded before. cuBLASLt does it on CUDA; on a CPU the same
+    operator takes the other form. Worth it, and as near as two steps, in half precision on Hopper GPUs."""
+    for block in blocks:
+        block.mlp.activates_in_product = True
+
+
 def padded_width(width: int) -> int:
     """``width``, or the next multiple of 64 if it is none of 8: the elements of half precision in 16 bytes,
     without which products run on slow kernels."""
@@ -158,8 +167,12 @@ def _add_and_norm(update_PH: Tensor, residual_PH: Tensor, module: nn.Module) -> 
 
 
 def feed_forward(mlp: Any, normed_PH: Tensor) -> Tensor:
-    """``mlp(normed)``, where ``merge_gated`` has been at work on fused kernels."""
-    if not hasattr(mlp, "gate_up_weight"):
-        return mlp(normed_PH)
-    gated_PI = fused_silu_mul(linear(normed_PH, mlp.gate_up_weight, mlp.gate_up_bias))
-    return linear(gated_PI, mlp.down_weight, mlp.down_proj.bias)
+    """``mlp(normed)``; on fused kernels where ``merge_gated`` or ``activate_in_products`` was at work."""
+    if hasattr(mlp, "gate_up_weight"):
+        gated_PI = fused_silu_mul(linear(normed_PH, mlp.gate_up_weight, mlp.gate_up_bias))
+        return linear(gated_PI, mlp.down_weight, mlp.down_proj.bias)
+    if hasattr(mlp, "activates_in_product"):
+        first = mlp.linear_fc1
+        active_PI = torch._addmm_activation(first.bias, normed_PH, first.weight.t(), use_gelu=True)
+        return mlp.linear_fc2(active_PI)
+    return mlp(normed_PH)

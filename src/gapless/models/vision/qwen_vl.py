@@ -10,16 +10,17 @@ come from the host as indices, so no sort and no boolean index is in the forward
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gapless.graphs.buffers import InputField
 from gapless.graphs.encoder_adapter import EncoderRun
+from gapless.kernels.select import is_hopper
 from gapless.models.vision import grids
-from gapless.models.vision.fused import fused_add_interpolated
+from gapless.models.vision.fused import activate_in_products, fused_add_interpolated
 from gapless.models.vision.grids import Grid, GridArrays, cumulative, joined, joined_indices
 from gapless.models.vision.tower import Placement, VisionTower, build_module
 
@@ -100,6 +101,9 @@ class Qwen3Tower(VisionTower):
 
         config, module = build_module(Qwen3VLVisionConfig, Qwen3VLVisionModel, vision_config, placement)
         super().__init__(config, module, placement)
+        has_tanh = config.hidden_act == "gelu_pytorch_tanh"
+        if self.is_fused and has_tanh and self.dtype.itemsize == 2 and is_hopper(self.device):
+            activate_in_products(cast("nn.ModuleList", module.blocks))
         taps = 4  # corners of a cell of the learned grid
         self.fields += (
             InputField(name="interp_indices", dims=("tokens", taps), poison=1),
