@@ -1,9 +1,10 @@
 """Our kernels behind products of cuBLAS, launched early (programmatic dependent launch) or when those ended.
 
-A product of many rows fills every multiprocessor and lets nobody start early, so there an early launch has
-nothing to win. Times are microseconds for a product and the kernel behind it, medians over replays of a CUDA
-graph that holds 16 such pairs with weights of their own; early and late are processes of their own, one after
-the other, twice. Shapes are those of Qwen3-VL-8B: its tower with 896 rows, its decoder with 288 and 1024.
+A product of many rows fills every multiprocessor, so what is launched early behind it may win nothing and
+still pay for it. Times are microseconds for a product and the kernel behind it, medians over replays of a
+CUDA graph that holds 16 such pairs with weights of their own; early and late are processes of their own, one
+after the other, twice. Shapes are those of Qwen3-VL-8B: its tower with 896 rows, its decoder with 288 and
+1024.
 
     python benchmarks/early_launch.py [--output FILE]
 
