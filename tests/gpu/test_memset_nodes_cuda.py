@@ -78,7 +78,8 @@ def unedited(cuda: CudaDevice) -> Iterator[None]:
 
 def raw_graphs(program: Program) -> list[int]:
     steps = [step for step in program.steps if isinstance(step, GraphStep)]
-    return [step.segment._graph.raw_cuda_graph() for step in steps]
+    # A segment keeps its graph by the bound function that launches it.
+    return [step.segment.launch.__self__.raw_cuda_graph() for step in steps]
 
 
 def kinds(driver: RawGraphDriver, program: Program) -> Counter[int]:
