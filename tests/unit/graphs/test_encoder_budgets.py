@@ -78,12 +78,12 @@ def test_ladders(smallest, largest, granule, expected) -> None:
 @pytest.mark.parametrize(
     ("largest", "granule", "fine_from", "expected"),
     [
-        (8192, 4, 1024, (512, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144, 8192)),
+        (8192, 4, 1024, (512, 1024, 1280, 1568, 1792, 2048, 3072, 4096, 6144, 8192)),
         (8192, 4, None, (512, 1024, 2048, 4096, 8192)),
-        (5476, 4, 1024, (512, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 5476)),
+        (5476, 4, 1024, (512, 1024, 1280, 1568, 1792, 2048, 3072, 4096, 5476)),
         (1200, 4, 1024, (512, 1024, 1200)),
         (1536, 4, 1024, (512, 1024, 1280, 1536)),
-        (2100, 36, 600, (540, 1080, 1368, 1620, 1908, 2124)),
+        (2100, 36, 600, (540, 1080, 1368, 1656, 1908, 2124)),
     ],
 )
 def test_large_sizes_have_steps_in_between(largest, granule, fine_from, expected) -> None:
@@ -108,7 +108,7 @@ def test_steps_in_between_only_add_sizes(smallest, largest, granule) -> None:
 def test_images_of_1024_pixels_run_in_fewer_rows_than_the_next_power_of_two() -> None:
     ladder = EncoderOptions().ladder(4)
     assert next(size for size in ladder if size >= 5476) == 6144
-    assert ladder == (64, 128, 256, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+    assert ladder == (64, 128, 256, 512, 640, 784, 896, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
     assert EncoderOptions(fine_from=None).ladder(4) == (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
