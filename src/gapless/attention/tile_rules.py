@@ -108,15 +108,15 @@ def hopper_tile(
 
 @functools.lru_cache(maxsize=4096)
 def encoder_tile(*, num_heads: int, num_rows: int, max_len: int, itemsize: int) -> EncoderTile:
-    """Few rows in small tiles, of which two run on a multiprocessor: one's softmax goes beside the other's
-    products. Of many rows large ones, whose keys are read half as often."""
+    """Few rows against few keys at a time, of which two programs run on a multiprocessor: one's softmax goes
+    beside the other's products. Many rows against twice as many keys, whose loads are then longer."""
     is_wide = itemsize > 2
     is_small = is_wide or max_len <= 64 or num_rows * num_heads <= _FEW_ENCODER_ROWS
     return EncoderTile(
-        block_q=64 if is_small else 128,
-        block_n=32 if is_wide else 64,
-        num_warps=4 if is_small else 8,
-        num_stages=2 if is_wide else 3,
+        block_q=64,
+        block_n=32 if is_wide else 64 if is_small else 128,
+        num_warps=4,
+        num_stages=3 if is_small and not is_wide else 2,
     )
 
 
