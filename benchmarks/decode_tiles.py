@@ -1,0 +1,179 @@
+"""Decode attention in many tilings, beside the one that the rule gives: what ``decode_tile`` is chosen by.
+
+Each case is a batch of requests of one length over a paged cache; a tiling is keys a tile, warps, stages,
+splits and least keys of a split. Every tiling must give what the rule's gives, within the error of its type.
+Times are microseconds a call, merging of splits included, medians over replays of a CUDA graph that holds one
+call for each layer, each over a cache of its own (``attention_kernels.py``).
+
+    python benchmarks/decode_tiles.py --heads 16 32 [--output FILE]
+
+Prints the quickest of each case to stderr and everything as one line of JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from attention_kernels import Case, Shape, make_case, replay_times
+
+from gapless.attention import triton_paged
+from gapless.attention.tile_rules import DecodeTile, decode_tile
+from gapless.attention.triton_paged import TritonPagedBackend
+from gapless.bench.meta import describe_run
+from gapless.kernels.launch import compiling_ahead
+
+CASES = [(1, 170), (1, 700), (8, 170), (8, 700), (16, 170), (32, 100), (32, 170), (32, 700), (64, 170)]
+CASES += [(128, 100), (128, 170), (128, 700), (256, 170), (256, 700)]
+FEW_REQUESTS = 16
+"""Up to here keys are split."""
+MOST_SHARED_BYTES = 220 << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 32], help="query heads, over 8 for keys")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    heads = {
+        str(num_heads): measure_heads(num_heads, arguments.layers, arguments.repeats)
+        for num_heads in arguments.heads
+    }
+    fields = list(DecodeTile.__dataclass_fields__)
+    result = {
+        "benchmark": "decode_tiles",
+        "meta": describe_run(),
+        "unit": "us",
+        "tile": fields,
+        "heads": heads,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
+
+
+def measure_heads(num_heads: int, layers: int, repeats: int) -> dict[str, Any]:
+    shape = Shape(
+        heads=num_heads,
+        kv_heads=8,
+        head_size=128,
+        block_size=16,
+        layers=layers,
+        max_requests=256,
+        max_model_len=8448,
+        dtype=torch.bfloat16,
+    )
+    compile_all(shape)
+    gc.freeze()  # torch collects garbage at every capture
+    found = {}
+    for batch, context in CASES:
+        case = make_case(shape, [(context - 1, 1)] * batch, num_slots=batch, query_len=1)
+        chosen = rule(shape, batch)
+        expected = outcome(case, shape, chosen)
+        rows = []
+        for tile in tiles(shape, batch):
+            difference = (outcome(case, shape, tile) - expected).abs().max().item()
+            assert difference < 0.02, f"{tile} differs from the rule's by {difference}"
+            with fixed(tile):
+                times = replay_times(partial(attend, case, shape), layers=layers, repeats=repeats)
+            rows.append((round(statistics.median(times), 2), *astuple(tile)))
+        rows.sort()
+        own = next(row for row in rows if row[1:] == astuple(chosen))
+        found[f"{batch} x {context}"] = {"rule": own, "tilings": rows}
+        print(f"{num_heads} heads, {batch:3} x {context:4}: rule {show(own)}", file=sys.stderr)
+        for row in rows[:4]:
+            print(f"    {show(row)}", file=sys.stderr)
+    return found
+
+
+def show(row: tuple[float, ...]) -> str:
+    us, _, block_n, warps, stages, splits, least = row
+    return f"{us:7.2f} us  {block_n:3} keys {warps} warps {stages} stages {splits:2} splits of {least}"
+
+
+def tiles(shape: Shape, batch: int) -> Iterator[DecodeTile]:
+    """The rule's first."""
+    chosen = rule(shape, batch)
+    yield chosen
+    ways = [(chosen.num_splits, 64)]
+    if batch <= FEW_REQUESTS:
+        ways = [(splits, least) for splits in {chosen.num_splits, 2, 16} for least in (64, 128, 256)]
+    elif batch <= 64:
+        ways = [(1, 64), (2, 64), (2, 256)]
+    kinds = product((32, 64, 128), (2, 4, 8) if batch <= FEW_REQUESTS else (1, 2, 4, 8), (2, 3, 4, 6))
+    for block_n, warps, stages in kinds:
+        if (
+            2 * block_n * shape.head_size * 2 * (stages - 1) > MOST_SHARED_BYTES // 1.2
+            or block_n < 16 * warps // 4
+        ):
+            continue
+        if batch <= FEW_REQUESTS and stages > 4:
+            continue
+        for splits, least in ways:
+            tile = replace(
+                chosen, block_n=block_n, num_warps=warps, num_stages=stages, num_splits=splits, min_keys=least
+            )
+            if tile != chosen:
+                yield tile
+
+
+def rule(shape: Shape, batch: int) -> DecodeTile:
+    tile = decode_tile(
+        group=shape.heads // shape.kv_heads,
+        head_size=shape.head_size,
+        itemsize=shape.dtype.itemsize,
+        max_query_len=1,
+        num_programs=batch * shape.kv_heads,
+        max_keys=shape.max_model_len,
+    )
+    assert tile is not None
+    return tile
+
+
+@contextmanager
+def fixed(tile: DecodeTile) -> Iterator[None]:
+    with patch.object(triton_paged, "decode_tile", lambda **_: tile):
+        yield
+
+
+def attend(case: Case, shape: Shape, layer: int) -> None:
+    caches = case.caches[layer % len(case.caches)]
+    TritonPagedBackend().attend(
+        case.query_THD, *caches, case.out_THD, case.metadata, scale=shape.head_size**-0.5, window=None
+    )
+
+
+def outcome(case: Case, shape: Shape, tile: DecodeTile) -> torch.Tensor:
+    case.out_THD.fill_(torch.nan)
+    with fixed(tile):
+        attend(case, shape, 0)
+    return case.out_THD.float()
+
+
+def compile_all(shape: Shape) -> None:
+    """In parallel, for a batch of each kind."""
+    for batch in (1, 256):
+        case = make_case(shape, [(31, 1)] * batch, num_slots=batch, query_len=1)
+        with compiling_ahead():
+            for tile in tiles(shape, batch):
+                with fixed(tile):
+                    attend(case, shape, 0)
+
+
+if __name__ == "__main__":
+    main()
