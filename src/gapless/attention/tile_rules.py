@@ -33,7 +33,7 @@ class PrefillTile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTile:
     """``block_q`` queries of all heads of a key/value head; ``num_splits`` programs share the keys, each
-    taking ``min_keys`` or more."""
+    taking ``min_keys`` or more, and calling ``called_ahead`` of them before it may begin."""
 
     block_q: int
     block_n: int
@@ -41,6 +41,7 @@ class DecodeTile:
     num_stages: int
     num_splits: int
     min_keys: int
+    called_ahead: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +165,7 @@ def decode_tile(
         num_stages=num_stages,
         num_splits=num_splits,
         min_keys=_MIN_KEYS,
+        called_ahead=_CALLED_AHEAD,
     )
 
 
@@ -183,6 +185,7 @@ _ENOUGH_PROGRAMS = 128
 _MAX_SPLITS = 16
 _MIN_KEYS = 64
 _MAX_DECODE_ROWS = 64
+_CALLED_AHEAD = 128
 
 
 def _num_stages(most: int, rows: int, block_n: int, head_bytes: int, itemsize: int, shared_bytes: int) -> int:

@@ -6,7 +6,9 @@ leaves its running softmax in scratch memory; ``combine_splits_kernel`` merges t
 (never of arrival), so results are the same from run to run. A request of one split writes its output
 directly.
 
-Scratch is written before it is read in every launch, and nothing persists between launches. Shapes: B
+Scratch is written before it is read in every launch, and nothing persists between launches. An early launch
+(``kernels/jit.py``) calls the keys of earlier steps into the second-level cache while the kernel ahead, which
+makes this step's, still runs: memory would be idle then. Shapes: B
 requests, P packs of query heads (the heads of a key/value head), M rows of a query tile, S splits, N keys of
 a tile, D head size padded to a power of 2.
 """
@@ -17,6 +19,7 @@ import triton
 import triton.language as tl
 
 from gapless.attention.triton_tiles import LOG2_E, attend_keys, clear_pad_rows
+from gapless.kernels.jit import prefetch
 
 # mypy: allow-untyped-defs
 
@@ -53,9 +56,10 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    CALLED_AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs (key/value head, request, split)."""
+    """Programs (key/value head, request, split). ``CALLED_AHEAD`` keys of a program are called ahead."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
@@ -71,6 +75,15 @@ def decode_attention_kernel(
     )
     first_key += split * keys_per_split
     end_key = tl.minimum(first_key + keys_per_split, num_keys)
+    k_head, v_head = k_cache + kv_head * cache_stride_k, v_cache + kv_head * cache_stride_k
+    table_row = block_table + request * table_stride_b
+    if EARLY and CALLED_AHEAD > 0:
+        end_of_earlier = tl.minimum(end_key, num_keys - num_queries)
+        if (num_queries > 0) & (split < num_used):
+            call_ahead(
+                k_head, v_head, table_row, first_key, end_of_earlier, cache_stride_s, table_stride_m,
+                HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, CALLED_AHEAD,
+            )  # fmt: skip
     if EARLY:
         # What came before are the step's static inputs; queries and keys are the last kernel's.
         tl.extra.cuda.gdc_wait()
@@ -97,9 +110,8 @@ def decode_attention_kernel(
     total_M = tl.zeros([BLOCK_Q * GROUP_PAD], dtype=tl.float32)
     sum_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
     best_M, total_M, sum_MD = attend_keys(
-        query_MD, best_M, total_M, sum_MD, num_keys - num_queries + query, k_cache + kv_head * cache_stride_k,
-        v_cache + kv_head * cache_stride_k, block_table + request * table_stride_b, first_key, end_key,
-        num_keys, scale * LOG2_E, cache_stride_s, table_stride_m, HEAD_SIZE, BLOCK_SIZE,
+        query_MD, best_M, total_M, sum_MD, num_keys - num_queries + query, k_head, v_head, table_row,
+        first_key, end_key, num_keys, scale * LOG2_E, cache_stride_s, table_stride_m, HEAD_SIZE, BLOCK_SIZE,
         BLOCK_N, WINDOW, True, DOT_PRECISION,
     )  # fmt: skip
 
@@ -179,3 +191,29 @@ def share_keys(num_keys, num_queries, num_splits, min_keys, BLOCK_N: tl.constexp
     keys_per_split = tl.maximum(tl.cdiv(num_keys - first_key, num_splits), min_keys)
     keys_per_split = tl.cdiv(keys_per_split, BLOCK_N) * BLOCK_N
     return first_key, keys_per_split, tl.cdiv(num_keys - first_key, keys_per_split)
+
+
+@triton.jit
+def call_ahead(
+    k_head,
+    v_head,
+    table_row,
+    first_key,
+    end_key,
+    cache_stride_s,
+    table_stride_m,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Ask for the first ``COUNT`` of keys ``first_key : end_key``, and their values, line by line. Where
+    there are fewer, block 0 is asked for."""
+    key_N = first_key + tl.arange(0, COUNT)
+    block_N = tl.load(table_row + key_N // BLOCK_SIZE * table_stride_m, mask=key_N < end_key, other=0)
+    slot_N = block_N * BLOCK_SIZE + key_N % BLOCK_SIZE
+    LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
+    first_D = tl.arange(0, HEAD_PAD // LINE if HEAD_PAD > LINE else 1) * LINE
+    offset_ND = (slot_N.to(tl.int64) * cache_stride_s)[:, None] + tl.minimum(first_D, HEAD_SIZE - 1)[None, :]
+    prefetch(k_head + offset_ND)
+    prefetch(v_head + offset_ND)

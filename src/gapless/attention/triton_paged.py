@@ -257,7 +257,13 @@ def _decode_constants(tile: DecodeTile, fixed: _Fixed) -> tuple[Constants, Const
     """Of the kernel itself, and of the one that merges splits."""
     group_pad = next_power_of_2(fixed.group)
     shared = {**_heads(fixed), "GROUP_PAD": group_pad, "BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n}
-    decode = Constants(**shared, **_lookups(fixed), num_warps=tile.num_warps, num_stages=tile.num_stages)
+    decode = Constants(
+        **shared,
+        **_lookups(fixed),
+        CALLED_AHEAD=tile.called_ahead,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return decode, Constants(**shared, SPLITS_PAD=next_power_of_2(tile.num_splits))
 
 

@@ -23,6 +23,14 @@ import triton.language as tl
 
 
 @triton.jit
+def prefetch(pointer):
+    """Call the lines that ``pointer`` (of any shape) points to into the second-level cache; on GPUs only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE: tl.constexpr):
     """The norm of one row, as every kernel that ends in one makes it."""
     value_E = row_E.to(tl.float32)

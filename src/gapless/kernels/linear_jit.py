@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.kernels.jit import prefetch
+
 # mypy: allow-untyped-defs
 
 
@@ -144,7 +146,7 @@ def tile_kernel(
         line = tl.arange(0, PREFETCH // 64) * 64 + NUM_EARLY * STEP
         line = tl.minimum(line, NUM_IN - 1)[None, :]
         last_row = 2 * num_out - 1 if IS_GATED else num_out - 1
-        _prefetch(weight_OI + tl.minimum(row_O, last_row).to(tl.int64)[:, None] * weight_stride_o + line)
+        prefetch(weight_OI + tl.minimum(row_O, last_row).to(tl.int64)[:, None] * weight_stride_o + line)
     if HAS_BIAS:
         bias = tl.load(bias_O + row_O[:, None], mask=is_row_O[:, None], other=0.0).to(tl.float32)
     if EARLY:
@@ -164,13 +166,6 @@ def tile_kernel(
     if HAS_BIAS:
         sum_OT += bias
     _store(sum_OT, out_TO, num_out, num_tokens, TOKENS_PAD, BLOCK_O, IS_GATED)
-
-
-@triton.jit
-def _prefetch(pointer):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

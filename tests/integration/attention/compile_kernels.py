@@ -66,6 +66,11 @@ def compile_kernel(
         assembly = disassemble(compiled.asm["cubin"], Path(folder))
     unwritten = unwritten_registers(assembly)
     assert not unwritten, f"{kernel.__name__} {constants} {options}: {unwritten}"
+    if constants.get("CALLED_AHEAD") and constants["EARLY"]:
+        ptx = compiled.asm["ptx"]
+        assert -1 < ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"), (
+            "nothing is called ahead"
+        )
     # Where it runs out of registers the assembler waits for every single product.
     waits = assembly.count("WARPGROUP.DEPBAR"), compiled.asm["ptx"].count("wgmma.wait_group")
     assert waits[0] <= waits[1], f"{kernel.__name__} {constants} {options}: {waits[0]} waits for {waits[1]}"
@@ -124,7 +129,7 @@ def compile_paged(
 
     decode = decode_tile(**size, max_query_len=1, num_programs=8, max_keys=8192)
     assert decode is not None
-    constants = {**both, **decode_constants(decode, group)}
+    constants = {**both, **decode_constants(decode, group), "CALLED_AHEAD": decode.called_ahead}
     options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
     print(
         compile_kernel(

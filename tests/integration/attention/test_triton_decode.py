@@ -30,7 +30,13 @@ def use_splits(
     group_pad = 1 << (group - 1).bit_length()
     block_q = max(16 // group_pad, 1 << (query_len - 1).bit_length())
     tile = DecodeTile(
-        block_q=block_q, block_n=block_n, num_warps=4, num_stages=2, num_splits=num_splits, min_keys=block_n
+        block_q=block_q,
+        block_n=block_n,
+        num_warps=4,
+        num_stages=2,
+        num_splits=num_splits,
+        min_keys=block_n,
+        called_ahead=16,
     )
     monkeypatch.setattr(triton_paged, "decode_tile", lambda **_: tile)
     monkeypatch.delattr(triton_paged, "_prefill")
