@@ -96,7 +96,7 @@ def measure_heads(num_heads: int, layers: int, repeats: int) -> dict[str, Any]:
             rows.append((round(statistics.median(times), 2), *astuple(tile)))
         rows.sort()
         own = next(row for row in rows if row[1:] == astuple(chosen))
-        found[f"{batch} x {context}"] = {"rule": own, "tilings": rows}
+        found[f"{batch} x {context}"] = {"rule": own, "num_tilings": len(rows), "quickest": rows[:12]}
         print(f"{num_heads} heads, {batch:3} x {context:4}: rule {show(own)}", file=sys.stderr)
         for row in rows[:4]:
             print(f"    {show(row)}", file=sys.stderr)
@@ -104,7 +104,7 @@ def measure_heads(num_heads: int, layers: int, repeats: int) -> dict[str, Any]:
 
 
 def show(row: tuple[float, ...]) -> str:
-    us, _, block_n, warps, stages, splits, least = row
+    us, _, block_n, warps, stages, splits, least, _ = row
     return f"{us:7.2f} us  {block_n:3} keys {warps} warps {stages} stages {splits:2} splits of {least}"
 
 

@@ -165,7 +165,7 @@ def decode_tile(
         num_stages=num_stages,
         num_splits=num_splits,
         min_keys=_MIN_KEYS,
-        called_ahead=_CALLED_AHEAD,
+        called_ahead=_CALLED_AHEAD if num_programs <= _ENOUGH_PROGRAMS else 0,
     )
 
 
@@ -186,6 +186,8 @@ _MAX_SPLITS = 16
 _MIN_KEYS = 64
 _MAX_DECODE_ROWS = 64
 _CALLED_AHEAD = 128
+"""Where programs are few. With more the kernel is bound by memory, and what is called ahead by some comes
+late for others (H200, 16 heads over 8: 2 % less of a step at batch 8, 5 % more at 128)."""
 
 
 def _num_stages(most: int, rows: int, block_n: int, head_bytes: int, itemsize: int, shared_bytes: int) -> int:
