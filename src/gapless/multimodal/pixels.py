@@ -65,7 +65,7 @@ def grid_of(
 
 
 class Patches:
-    """``[P, B]`` uint8, of ``normalisation``, that are made where they are needed, in staging memory for one.
+    """``[P, B]`` uint8, to be normalised, that are made where they are needed, in staging memory for one.
 
     Of RGB images, brought to the size of the grid; the last is repeated until they fill the grid's steps. A
     single picture's pixels are in a patch once. What is wrong with an image must be known, and it must not
@@ -82,7 +82,8 @@ class Patches:
         size = (grid_w * patch, grid_h * patch)
         self._pictures = [_at_size(settings, picture, size) for picture in pictures]
         self._band_rows = settings.token_size
-        depth = settings.temporal_patch_size // normalisation(settings, num_frames=len(pictures)).num_repeats
+        self.normalisation = _normalisation(settings, len(pictures))
+        depth = settings.temporal_patch_size // self.normalisation.num_repeats
         # Whole rows of patches move: to part the colours, too, took 13 times as long.
         self._row = np.dtype((np.void, 3 * patch))
         self._shape = (steps, grid_h // merge, grid_w // merge, merge, merge, depth, patch)
@@ -107,8 +108,7 @@ class Patches:
         return made.reshape(self.shape)
 
 
-def normalisation(settings: PixelSettings, *, num_frames: int) -> Normalisation:
-    """Of the patches of as many frames."""
+def _normalisation(settings: PixelSettings, num_frames: int) -> Normalisation:
     is_still = num_frames == 1  # one picture fills every place in time
     return Normalisation(
         rescale_factor=settings.rescale_factor,

@@ -19,7 +19,7 @@ from PIL import Image
 from gapless.errors import RequestError
 from gapless.models.vl_config import VisionLanguageConfig
 from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt
-from gapless.multimodal.pixels import Patches, PixelSettings, grid_of, normalisation
+from gapless.multimodal.pixels import Patches, PixelSettings, grid_of
 from gapless.multimodal.positions import MediaBlock, rope_positions
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class _Plan:
             patches_PC=made if reads_late and source.kind == "image" else made.array(),
             grid_thw=source.grid_thw,
             ranges=self.ranges,
-            normalisation=normalisation(source.settings, num_frames=len(pictures)),
+            normalisation=made.normalisation,
         )
 
 
