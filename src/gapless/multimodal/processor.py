@@ -141,19 +141,15 @@ class Processor:
                 for index, video in enumerate(videos, start=1)
             ],
         }
-        ordered = []
-        used = dict.fromkeys(made, 0)
-        for token in placeholders:
-            if used[token] < len(made[token]):
-                ordered.append(made[token][used[token]])
-            used[token] += 1
         for token, kind in ((self.config.image_token_id, "image"), (self.config.video_token_id, "video")):
-            if used[token] != len(made[token]):
+            num_places = placeholders.count(token)
+            if num_places != len(made[token]):
                 raise RequestError(
-                    f"the prompt has {used[token]} {kind} placeholders (token {token}) for "
+                    f"the prompt has {num_places} {kind} placeholders (token {token}) for "
                     f"{len(made[token])} {kind}s; there must be one for each"
                 )
-        return ordered
+        remaining = {token: iter(sources) for token, sources in made.items()}
+        return [next(remaining[token]) for token in placeholders]
 
     def _expand(
         self, token_ids: list[int], places: Sequence[int], sources: Sequence[_Source]

@@ -165,6 +165,41 @@ def test_bytes_become_values_behind_their_copy_and_touch_nothing_else() -> None:
         assert target[sum(counts) :].isnan().all()
 
 
+class Late(NamedTuple):
+    """Bytes that are made where they are to be."""
+
+    array: np.ndarray
+    targets: list[np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def write(self, target: np.ndarray) -> None:
+        self.targets.append(target)
+        target[:] = self.array.reshape(-1)
+
+
+def test_late_bytes_are_made_in_the_slot_for_every_copy() -> None:
+    target = torch.full((8, 5), torch.nan)
+    slots: list[PromptSlot] = []
+
+    def make(num_bytes: int, device: torch.device) -> PinnedSlot:
+        slots.append(PromptSlot(num_bytes, device))
+        return cast("PinnedSlot", slots[-1])
+
+    ring = UploadRing(target, make_slot=make)
+    first, late, last = (np.full((count, 5), count, np.uint8) for count in (1, 4, 2))
+    part = Late(late, [])
+    rows = RawRows([first, part, last], shape=(7, 5), finish=halves)
+    for _ in range(3):
+        target.fill_(torch.nan)
+        ring.send(rows)
+        assert torch.equal(target[:7], torch.from_numpy(np.concatenate([first, late, last])) / 2)
+        assert target[7:].isnan().all()
+    assert [np.shares_memory(made, slots[n % 2].host) for n, made in enumerate(part.targets)] == [True] * 3
+
+
 def test_static_inputs_take_bytes_and_pad_behind_them() -> None:
     field = InputField(
         name="patches", dims=("tokens", 5), dtype=torch.bfloat16, pad=0, on_device=True, from_host=True
