@@ -177,14 +177,17 @@ class LLM:
 
         A list of integers is one prompt of token ids. Images and videos come as ``{"prompt": text or ids,
         "multi_modal_data": {"image": [...], "video": [...]}}``: images of Pillow, arrays, paths or bytes, and
-        video files or decoded frames, one for each placeholder in the prompt.
+        video files or decoded frames, one for each placeholder in the prompt. They must not change before
+        this returns.
 
         ``sampling_params``: one for all or one per prompt. An unusable prompt raises ``RequestError`` before
         anything runs, or with ``errors="return"`` its own result says ``finish_reason="error"`` and the
         others run. What fails later always ends up in the
         result.
         """
-        return self._finish(self._prepare(as_prompts(prompts), sampling_params, errors=errors))
+        return self._finish(
+            self._prepare(as_prompts(prompts), sampling_params, errors=errors, reads_late=True)
+        )
 
     def stream(
         self,
@@ -220,7 +223,7 @@ class LLM:
                 prompts.append(self._render(conversation, add_generation_prompt, chat_template_kwargs))
             except RequestError as error:
                 prompts.append(error)
-        call = self._prepare(prompts, sampling_params, errors=errors)
+        call = self._prepare(prompts, sampling_params, errors=errors, reads_late=True)
         return self._finish(call)
 
     def render_chat(
@@ -317,8 +320,10 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         *,
         errors: ErrorPolicy,
+        reads_late: bool = False,
     ) -> _Call:
-        """Check every prompt before anything runs. An error stands for a prompt that could not be made."""
+        """Check every prompt before anything runs. An error stands for a prompt that could not be made.
+        ``reads_late``: the caller waits for the answers, so pixels may be read when they are needed."""
         if errors not in ("raise", "return"):
             raise ConfigError(f'errors={errors!r}: must be "raise" or "return"')
         self._require_running()
@@ -334,7 +339,7 @@ class LLM:
                 source, text, media = split_prompt(prompt)
                 if media:
                     text = source if isinstance(source, str) else text
-                    source = self._with_media(source, media)
+                    source = self._with_media(source, media, reads_late=reads_late)
                 call.requests.append(self.core.prepare(request_id, source, param, prompt_text=text))
             except RequestError as error:
                 if errors == "raise":
@@ -343,10 +348,10 @@ class LLM:
                 call.inbox.append(failed_output(request_id, prompt, param, str(error)))
         return call
 
-    def _with_media(self, prompt: Any, media: Media) -> MediaPrompt:
+    def _with_media(self, prompt: Any, media: Media, *, reads_late: bool) -> MediaPrompt:
         intake = self.core.intake
         most = min(intake.max_model_len, intake.capacity_tokens) - 1  # at least one token is generated
-        return make_media_prompt(self.processor, prompt, media, max_tokens=most)
+        return make_media_prompt(self.processor, prompt, media, max_tokens=most, reads_late=reads_late)
 
     def _finish(self, call: _Call) -> list[RequestOutput]:
         """Run to the end; the last output of every request, in order."""

@@ -86,9 +86,11 @@ def make_media_prompt(
     *,
     max_tokens: int,
     limits: MediaLimits = DEFAULT_LIMITS,
+    reads_late: bool = False,
 ) -> MediaPrompt:
     """``prompt`` is text or token ids with a placeholder for each of ``media``; ``max_tokens`` bounds what
-    becomes of it, ``limits`` what is decoded for it. Raises ``RequestError``."""
+    becomes of it, ``limits`` what is decoded for it, ``reads_late`` as in ``Processor.prompt``. Raises
+    ``RequestError``."""
     if processor is None:
         raise RequestError("this model takes text only: it has no encoder for images and videos")
     if not isinstance(prompt, str):
@@ -105,7 +107,9 @@ def make_media_prompt(
         videos.append(video)
         num_pixels += getattr(video, "frames_FHWC", video).size // 3
         limits.check_together(num_pixels, name)
-    return processor.prompt(prompt, images=images, videos=videos, max_tokens=max_tokens)
+    return processor.prompt(
+        prompt, images=images, videos=videos, max_tokens=max_tokens, reads_late=reads_late
+    )
 
 
 def _part(part: Any, name: str, media: Media) -> Any:

@@ -258,6 +258,20 @@ def test_chats_take_images_in_every_form(llm: LLM, tmp_path: Path, part: dict[st
     assert output.outputs[0].token_ids == same.outputs[0].token_ids
 
 
+def test_a_stream_shows_images_as_they_were_when_it_was_asked_for(llm: LLM) -> None:
+    """It begins to run later; ``generate`` reads them on its way, and what it has kept is not mistaken."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=3)
+    image = random_image(64, 64, seed=11)
+    prompt = {"prompt": f"see {IMAGE_PROMPT}", "multi_modal_data": {"image": image}}
+    (before,) = llm.generate(prompt, params)
+    stream = llm.stream(prompt, params)
+    image.paste((250, 0, 0), (0, 0, 64, 64))
+    *_, streamed = stream
+    (after,) = llm.generate(prompt, params)
+    assert streamed.outputs[0].logprobs == before.outputs[0].logprobs
+    assert after.outputs[0].logprobs != before.outputs[0].logprobs
+
+
 def test_token_ids_and_text_mean_the_same(llm: LLM) -> None:
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(PROMPTS["image"]["prompt"], add_special_tokens=False)

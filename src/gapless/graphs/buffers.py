@@ -2,9 +2,10 @@
 
 Every input names its dimensions (symbolic or fixed), its dtype and the value its padding takes, because
 padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
-earlier batch left; only ``frozen`` arrays that the last load has put there stay (an encoder's positions,
-which follow from an image's size). *Host* inputs of one bucket lie next to each other in one buffer, so a
-step stages them with a single copy from pinned memory (``staging.py``).
+earlier batch left. All that stays is what the last load put there and this one would put there again:
+``frozen`` arrays (an encoder's positions, which follow from an image's size) and padding behind pixels.
+*Host* inputs of one bucket lie next to each other in one buffer, so a step stages them with a single copy
+from pinned memory (``staging.py``).
 *Device* inputs (activations made on the device) have a buffer each and are copied there; so have large ones
 that come from the host (``from_host``: pixels), through pinned memory of their own. Views are made once per
 bucket; addresses never change. Read ``runner.py`` next.
@@ -138,6 +139,8 @@ class StaticInputs:
         self._ring = make_ring(self._packed)
         self._knowing: dict[int, SlotWriter] = {}
         """By slot: who wrote to it last, where nobody else can have written since."""
+        self._padded: dict[str, _Padded] = {}
+        """By input that rows from the host are copied to."""
         self._uploads = {
             f.name: UploadRing(self._device_buffers[f.name])
             for f in self._device_fields
@@ -167,6 +170,7 @@ class StaticInputs:
     def forget_views(self) -> None:
         """Let go of the views made so far (their memory stays): when the graphs that read them are gone."""
         self._views.clear()
+        self._padded.clear()
         self._held = None
         self._knowing.clear()
 
@@ -199,8 +203,9 @@ class StaticInputs:
         self._load_on_device(views, values)
 
     def forget_loaded(self) -> None:
-        """Somebody else has written to host inputs: whatever comes next is loaded."""
+        """Somebody else has written to inputs: whatever comes next is loaded, with all of its padding."""
         self._held = None
+        self._padded.clear()
 
     def _load(
         self, views: InputViews, arrays: Sequence[np.ndarray | Tensor], shapes: Sequence[Shape]
@@ -266,6 +271,7 @@ class StaticInputs:
             if isinstance(value, (HostRows, RawRows)) and field.from_host:
                 self._fill_from_host(field, views, value)
                 continue
+            self._padded.pop(field.name, None)
             assert isinstance(value, Tensor), f"on-device input {field.name!r} takes a tensor"
             self._fill_device(field, views.tensors[field.name], value)
 
@@ -366,13 +372,17 @@ class StaticInputs:
             raise GraphError(
                 f"input {field.name!r} comes from the host in whole rows with a value for padding"
             )
+        known = self._padded.pop(field.name, None)  # if the rows do not get there, nothing is known
         upload = self._uploads.get(field.name)
         if upload is None:
             rows.copy_to(target[:num_rows])
         else:
             upload.send(rows)
-        if num_rows < room[0]:
-            target[num_rows:].fill_(pad)
+        # What the rows before left is overwritten; behind that lies their padding.
+        end = known.start if known is not None and known.views is views and known.pad == pad else room[0]
+        if num_rows < end:
+            target[num_rows:end].fill_(pad)
+        self._padded[field.name] = _Padded(views, num_rows, pad)
 
     def _fill_device(self, field: InputField, target: Tensor, value: Tensor) -> None:
         if value.shape == target.shape:
@@ -401,6 +411,14 @@ class _Held(NamedTuple):
     values: Mapping[str, Value]
     poison: bool
     poison_round: int
+
+
+class _Padded(NamedTuple):
+    """Rows of an input from ``start`` on hold ``pad``, in ``views``, which were loaded last."""
+
+    views: InputViews
+    start: int
+    pad: int | float
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Value]], tuple[Any, ...]]:

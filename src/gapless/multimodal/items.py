@@ -3,10 +3,10 @@
 A prompt with media is token ids in which *placeholder* tokens mark where rows of an encoder's output go. One
 ``MediaItem`` is one image or one video: its patches as the processor made them, its grid, and the ranges of
 placeholders it fills, in order. Patches are pixels, with a ``Normalisation`` that says which values a tower
-sees, or these values themselves. Invariant: an item's ``num_tokens`` is the sum of its ranges' lengths and
-the number of rows that the encoder makes of it. ``P`` patches, ``C`` values per patch, ``T`` prompt tokens;
-of a patch ``A`` pixels, ``K`` channels, ``R`` times that each is repeated. Read ``processor.py`` for how
-prompts come to be.
+sees, or these values themselves. Pixels may stay in their picture until they are needed. Invariant: an item's
+``num_tokens`` is the sum of its ranges' lengths and the number of rows that the encoder makes of it. ``P``
+patches, ``C`` values per patch, ``T`` prompt tokens; of a patch ``A`` pixels, ``K`` channels, ``R`` times
+that each is repeated. Read ``processor.py`` for how prompts come to be.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the command line knows items, and its help waits for no numpy
     import numpy as np
+
+    from gapless.multimodal.pixels import Patches
 
 MediaKind = Literal["image", "video"]
 
@@ -45,10 +47,10 @@ class MediaItem:
     to its patches."""
 
     kind: MediaKind
-    patches_PC: np.ndarray
+    patches_PC: np.ndarray | Patches
     """In the order the tower expects (blocks of ``merge_size`` squared patches): float32 values, those of a
     channel together; or uint8 pixels with a ``normalisation``, the channels of a pixel together, of which a
-    patch has ``C / num_repeats`` bytes."""
+    patch has ``C / num_repeats`` bytes. ``Patches`` are pixels that have not left their picture yet."""
     grid_thw: tuple[int, int, int]
     """Temporal, vertical and horizontal patches; their product is ``P``."""
     ranges: tuple[tuple[int, int], ...]
@@ -68,11 +70,23 @@ class MediaItem:
             return self.known_hash
         import numpy as np
 
-        patches_PC = np.ascontiguousarray(self.patches_PC)
+        patches_PC = np.ascontiguousarray(self.array_PC)
         named = (self.kind, self.grid_thw, patches_PC.shape, str(patches_PC.dtype), self.normalisation)
         digest = hashlib.sha256(repr(named).encode())
         digest.update(patches_PC.data)
         return digest.digest()
+
+    @functools.cached_property
+    def array_PC(self) -> np.ndarray:
+        """``patches_PC`` as an array."""
+        import numpy as np
+
+        return self.patches_PC if isinstance(self.patches_PC, np.ndarray) else self.patches_PC.array()
+
+    def source_PC(self) -> np.ndarray | Patches:
+        """``patches_PC``, as an array only where that exists: for who writes them elsewhere."""
+        made: np.ndarray | None = vars(self).get("array_PC")
+        return self.patches_PC if made is None else made
 
     @property
     def num_tokens(self) -> int:
@@ -85,12 +99,12 @@ class MediaItem:
     def values_PC(self) -> np.ndarray:
         """``[P, C]`` float32: what Transformers' processors make of it. Pixels are normalised every time."""
         if self.normalisation is None:
-            return self.patches_PC
+            return self.array_PC
         import numpy as np
 
         tables, num_repeats = self.normalisation.table(), self.normalisation.num_repeats
         num_patches, num_bytes = self.patches_PC.shape
-        pixels_PAK = self.patches_PC.reshape(num_patches, -1, len(tables))
+        pixels_PAK = self.array_PC.reshape(num_patches, -1, len(tables))
         shape = (num_patches, len(tables), num_repeats, num_bytes // len(tables))
         values_PKRA = np.empty(shape, np.float32)
         for channel, table in enumerate(tables):

@@ -8,6 +8,7 @@ with what a caller sent is a ``RequestError`` that begins with ``name``, the pla
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,7 @@ def _read(source: object, *, kind: str, max_bytes: int, name: str) -> bytes:
         raise RequestError(f"{name}: {path} cannot be read ({error})") from None
 
 
+@functools.cache
 def _images() -> Any:
     try:
         from gapless.multimodal import images
@@ -113,6 +115,7 @@ def _images() -> Any:
     return images
 
 
+@functools.cache
 def _videos() -> Any:
     try:
         from gapless.multimodal import videos

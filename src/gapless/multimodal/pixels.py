@@ -11,7 +11,7 @@ colours are parted, where the tower runs, to the same bits as in Transformers. `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,47 +64,78 @@ def grid_of(
     return num_steps, new_height // settings.patch_size, new_width // settings.patch_size
 
 
-def resized(
-    settings: PixelSettings, frames: Sequence[Image.Image], grid_thw: tuple[int, int, int]
-) -> np.ndarray:
-    """``[F, H, W, 3]`` uint8 of RGB images at the size of the grid; read only."""
-    _, grid_h, grid_w = grid_thw
-    size = (grid_w * settings.patch_size, grid_h * settings.patch_size)
-    arrays_HW3 = [
-        np.asarray(frame if frame.size == size else frame.resize(size, resample=settings.resample))
-        for frame in frames
-    ]
-    return arrays_HW3[0][None] if len(arrays_HW3) == 1 else np.stack(arrays_HW3)
+class Patches:
+    """``[P, B]`` uint8, to be normalised, that are made where they are needed, in staging memory for one.
+
+    Of RGB images, brought to the size of the grid; the last is repeated until they fill the grid's steps. A
+    single picture's pixels are in a patch once. What is wrong with an image must be known, and it must not
+    change, until they are written.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(
+        self, settings: PixelSettings, pictures: Sequence[Image.Image], grid_thw: tuple[int, int, int]
+    ) -> None:
+        steps, grid_h, grid_w = grid_thw
+        patch, merge = settings.patch_size, settings.merge_size
+        size = (grid_w * patch, grid_h * patch)
+        self._pictures = [_at_size(settings, picture, size) for picture in pictures]
+        self._band_rows = settings.token_size
+        self.normalisation = _normalisation(settings, len(pictures))
+        depth = settings.temporal_patch_size // self.normalisation.num_repeats
+        # Whole rows of patches move: to part the colours, too, took 13 times as long.
+        self._row = np.dtype((np.void, 3 * patch))
+        self._shape = (steps, grid_h // merge, grid_w // merge, merge, merge, depth, patch)
+        self.shape = (math.prod(grid_thw), depth * patch * self._row.itemsize)
+        self.nbytes = math.prod(self.shape)
+
+    def write(self, target: np.ndarray) -> None:
+        """All of them into ``nbytes`` bytes that lie side by side."""
+        rows = target.view(self._row).reshape(self._shape)
+        steps, depth = self._shape[0], self._shape[-2]
+        for index in range(steps * depth):
+            step, moment = divmod(index, depth)
+            picture = self._pictures[min(index, len(self._pictures) - 1)]
+            bands = rows[step, ..., moment, :].transpose(0, 2, 4, 1, 3)
+            for band, pixels in zip(bands, _bands(picture, self._band_rows), strict=True):
+                band[...] = np.frombuffer(pixels, self._row).reshape(band.shape)
+
+    def array(self) -> np.ndarray:
+        """``[P, B]``, the caller's own memory."""
+        made = np.empty(self.nbytes, self.dtype)
+        self.write(made)
+        return made.reshape(self.shape)
 
 
-def patches(settings: PixelSettings, pixels_FHW3: np.ndarray, grid_thw: tuple[int, int, int]) -> np.ndarray:
-    """``[P, B]`` uint8, of ``normalisation``; the last frame is repeated until frames fill the grid's steps.
-    A single frame's pixels are in a patch once."""
-    steps, grid_h, grid_w = grid_thw
-    patch, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-    num_frames = pixels_FHW3.shape[0]
-    depth //= normalisation(settings, pixels_FHW3).num_repeats
-    if num_frames < steps * depth:
-        last_FHW3 = np.repeat(pixels_FHW3[-1:], steps * depth - num_frames, axis=0)
-        pixels_FHW3 = np.concatenate([pixels_FHW3, last_FHW3])
-    # Whole rows of patches move: to part the colours, too, took 13 times as long.
-    row = np.dtype((np.void, 3 * patch))
-    rows = pixels_FHW3.reshape(
-        steps, -1, grid_h // merge, merge, patch, grid_w // merge, merge, 3 * patch
-    ).view(row)[..., 0]
-    rows_of_patches = np.ascontiguousarray(rows.transpose(0, 2, 5, 3, 6, 1, 4))
-    return rows_of_patches.view(np.uint8).reshape(steps * grid_h * grid_w, -1)
-
-
-def normalisation(settings: PixelSettings, pixels_FHW3: np.ndarray) -> Normalisation:
-    """Of the patches of these frames."""
-    is_still = pixels_FHW3.shape[0] == 1  # one picture fills every place in time
+def _normalisation(settings: PixelSettings, num_frames: int) -> Normalisation:
+    is_still = num_frames == 1  # one picture fills every place in time
     return Normalisation(
         rescale_factor=settings.rescale_factor,
         mean=settings.mean,
         std=settings.std,
         num_repeats=settings.temporal_patch_size if is_still else 1,
     )
+
+
+def _at_size(settings: PixelSettings, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return picture if picture.size == size else picture.resize(size, resample=settings.resample)
+
+
+def _bands(picture: Image.Image, num_rows: int) -> Iterator[bytes]:
+    """The bytes of ``num_rows`` rows after each other, of which there are a multiple.
+
+    What ``tobytes`` does, in pieces that stay in the CPU's caches until they have been put in their places:
+    all bytes at once are fresh memory, which takes the system longer to give than Pillow to fill it.
+    """
+    width, height = picture.size
+    encoder = Image._getencoder(picture.mode, "raw", picture.mode)
+    try:
+        encoder.setimage(picture.im, (0, 0, width, height))
+        for _ in range(0, height, num_rows):
+            yield encoder.encode(3 * width * num_rows)[2]
+    finally:
+        encoder.cleanup()
 
 
 def _size_of_image(settings: PixelSettings, height: int, width: int, name: str) -> tuple[int, int]:

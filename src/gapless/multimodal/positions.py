@@ -7,10 +7,14 @@ positions than the media has tokens. Equal to ``get_rope_index`` of Transformers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from gapless.graphs.frozen_arrays import frozen
+from gapless.models.vision.grids import GridCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +43,26 @@ def rope_positions(num_tokens: int, blocks: Sequence[MediaBlock]) -> tuple[np.nd
         positions_3T[:, index : block.start] = np.arange(position, position + num_text, dtype=np.int32)
         position += num_text
         index = block.start + block.num_tokens
-        grid_3N = np.indices((block.steps, block.rows, block.columns), dtype=np.int32).reshape(3, -1)
-        grid_3N[0] *= block.time_interval
-        positions_3T[:, block.start : index] = grid_3N + position
-        highest = max(highest, position - 1, position + int(grid_3N.max()))
+        grid_3N = _grids[block.steps, block.rows, block.columns, block.time_interval]
+        np.add(grid_3N, position, out=positions_3T[:, block.start : index])
+        last = max((block.steps - 1) * block.time_interval, block.rows - 1, block.columns - 1)
+        highest = max(highest, position - 1, position + last)
         position += max(block.rows, block.columns)
     positions_3T[:, index:] = np.arange(position, position + num_tokens - index, dtype=np.int32)
     if index < num_tokens:
         highest = max(highest, position + num_tokens - index - 1)
     return positions_3T, highest + 1 - num_tokens
+
+
+def _grid(key: tuple[int, int, int, int]) -> np.ndarray:
+    """``[3, N]``: positions of a block behind its first, never written. ``key``: steps, rows, columns and the
+    time interval."""
+    *sides, interval = key
+    grid_3N = np.indices(sides, dtype=np.int32).reshape(3, -1)
+    grid_3N[0] *= interval
+    return frozen(grid_3N)
+
+
+_grids: GridCache[tuple[int, int, int, int], np.ndarray] = GridCache(
+    _grid, num_patches=lambda key: math.prod(key[:3])
+)

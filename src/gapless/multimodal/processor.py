@@ -19,7 +19,7 @@ from PIL import Image
 from gapless.errors import RequestError
 from gapless.models.vl_config import VisionLanguageConfig
 from gapless.multimodal.items import MediaItem, MediaKind, MediaPrompt
-from gapless.multimodal.pixels import PixelSettings, grid_of, normalisation, patches, resized
+from gapless.multimodal.pixels import Patches, PixelSettings, grid_of
 from gapless.multimodal.positions import MediaBlock, rope_positions
 
 if TYPE_CHECKING:
@@ -77,15 +77,18 @@ class Processor:
         images: Sequence[Image.Image | np.ndarray] = (),
         videos: Sequence[VideoFrames | np.ndarray] = (),
         max_tokens: int | None = None,
+        reads_late: bool = False,
     ) -> MediaPrompt:
         """``images`` and ``videos`` fill the placeholders of their kind, in order.
 
         An image is one of Pillow's, or uint8 ``[H, W, 3]``; a video is decoded frames, or uint8
-        ``[F, H, W, 3]``. ``max_tokens`` bounds the expanded prompt. Raises ``RequestError``.
+        ``[F, H, W, 3]``. ``max_tokens`` bounds the expanded prompt. ``reads_late``: images are read when an
+        encoder needs them, and must not change before. Raises ``RequestError``.
         """
         token_ids = self._token_ids(prompt)
-        sources = self._sources(token_ids, images, videos)
-        expanded, plans = self._expand(token_ids, sources)
+        places = self._places(token_ids)
+        sources = self._sources([token_ids[place] for place in places], images, videos)
+        expanded, plans = self._expand(token_ids, places, sources)
         if max_tokens is not None and len(expanded) > max_tokens:
             num_media = sum(length for plan in plans for _, length in plan.ranges)
             raise RequestError(
@@ -95,7 +98,7 @@ class Processor:
         positions_3T, delta = rope_positions(len(expanded), [b for plan in plans for b in plan.blocks])
         return MediaPrompt(
             token_ids=tuple(expanded),
-            items=tuple(plan.item() for plan in plans),
+            items=tuple(plan.item(reads_late=reads_late) for plan in plans),
             rope_positions_3T=positions_3T,
             rope_delta=delta,
         )
@@ -111,9 +114,19 @@ class Processor:
         # A chat's text has its special tokens already, and timestamps have none.
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def _places(self, token_ids: list[int]) -> list[int]:
+        """Where placeholders are. The list is searched, which is faster than a look at each token."""
+        places = []
+        for token in (self.config.image_token_id, self.config.video_token_id):
+            place = -1
+            for _ in range(token_ids.count(token)):
+                place = token_ids.index(token, place + 1)
+                places.append(place)
+        return sorted(places)
+
     def _sources(
         self,
-        token_ids: Sequence[int],
+        placeholders: Sequence[int],
         images: Sequence[Image.Image | np.ndarray],
         videos: Sequence[VideoFrames | np.ndarray],
     ) -> list[_Source]:
@@ -128,34 +141,29 @@ class Processor:
                 for index, video in enumerate(videos, start=1)
             ],
         }
-        ordered = []
-        used = dict.fromkeys(made, 0)
-        for token in token_ids:
-            if token in made:
-                if used[token] < len(made[token]):
-                    ordered.append(made[token][used[token]])
-                used[token] += 1
         for token, kind in ((self.config.image_token_id, "image"), (self.config.video_token_id, "video")):
-            if used[token] != len(made[token]):
+            num_places = placeholders.count(token)
+            if num_places != len(made[token]):
                 raise RequestError(
-                    f"the prompt has {used[token]} {kind} placeholders (token {token}) for "
+                    f"the prompt has {num_places} {kind} placeholders (token {token}) for "
                     f"{len(made[token])} {kind}s; there must be one for each"
                 )
-        return ordered
+        remaining = {token: iter(sources) for token, sources in made.items()}
+        return [next(remaining[token]) for token in placeholders]
 
-    def _expand(self, token_ids: Sequence[int], sources: Sequence[_Source]) -> tuple[list[int], list[_Plan]]:
+    def _expand(
+        self, token_ids: list[int], places: Sequence[int], sources: Sequence[_Source]
+    ) -> tuple[list[int], list[_Plan]]:
         expanded: list[int] = []
         plans: list[_Plan] = []
-        remaining = iter(sources)
-        for token in token_ids:
-            if token == self.config.image_token_id:
-                plans.append(self._place(expanded, next(remaining), token))
-            elif token == self.config.video_token_id and self.config.has_timestamps:
-                plans.append(self._place_frames(expanded, next(remaining), token))
-            elif token == self.config.video_token_id:
-                plans.append(self._place(expanded, next(remaining), token))
-            else:
-                expanded.append(token)
+        begin = 0
+        for place, source in zip(places, sources, strict=True):
+            expanded += token_ids[begin:place]
+            begin = place + 1
+            has_timestamps = source.kind == "video" and self.config.has_timestamps
+            put = self._place_frames if has_timestamps else self._place
+            plans.append(put(expanded, source, token_ids[place]))
+        expanded += token_ids[begin:]
         return expanded, plans
 
     def _place(self, expanded: list[int], source: _Source, token: int) -> _Plan:
@@ -224,16 +232,17 @@ class _Plan:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         return tuple((block.start, block.num_tokens) for block in self.blocks)
 
-    def item(self) -> MediaItem:
+    def item(self, *, reads_late: bool) -> MediaItem:
+        """``reads_late``: of a picture; a video's frames would take more memory than its patches."""
         source = self.source
         pictures = [_picture(frame, source.name) for frame in source.frames]
-        pixels_FHW3 = resized(source.settings, pictures, source.grid_thw)
+        made = Patches(source.settings, pictures, source.grid_thw)
         return MediaItem(
             kind=source.kind,
-            patches_PC=patches(source.settings, pixels_FHW3, source.grid_thw),
+            patches_PC=made if reads_late and source.kind == "image" else made.array(),
             grid_thw=source.grid_thw,
             ranges=self.ranges,
-            normalisation=normalisation(source.settings, pixels_FHW3),
+            normalisation=made.normalisation,
         )
 
 

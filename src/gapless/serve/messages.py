@@ -68,7 +68,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
         parts = [
             MediaPart(
                 kind=item.kind,
-                patches_PC=item.patches_PC,
+                patches_PC=item.array_PC,
                 grid_thw=item.grid_thw,
                 content_hash=item.content_hash,
                 ranges=list(item.ranges),

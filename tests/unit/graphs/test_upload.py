@@ -10,6 +10,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gapless.errors import GraphError
 from gapless.graphs.buffers import InputField, StaticInputs
@@ -163,6 +165,41 @@ def test_bytes_become_values_behind_their_copy_and_touch_nothing_else() -> None:
         assert target[sum(counts) :].isnan().all()
 
 
+class Late(NamedTuple):
+    """Bytes that are made where they are to be."""
+
+    array: np.ndarray
+    targets: list[np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def write(self, target: np.ndarray) -> None:
+        self.targets.append(target)
+        target[:] = self.array.reshape(-1)
+
+
+def test_late_bytes_are_made_in_the_slot_for_every_copy() -> None:
+    target = torch.full((8, 5), torch.nan)
+    slots: list[PromptSlot] = []
+
+    def make(num_bytes: int, device: torch.device) -> PinnedSlot:
+        slots.append(PromptSlot(num_bytes, device))
+        return cast("PinnedSlot", slots[-1])
+
+    ring = UploadRing(target, make_slot=make)
+    first, late, last = (np.full((count, 5), count, np.uint8) for count in (1, 4, 2))
+    part = Late(late, [])
+    rows = RawRows([first, part, last], shape=(7, 5), finish=halves)
+    for _ in range(3):
+        target.fill_(torch.nan)
+        ring.send(rows)
+        assert torch.equal(target[:7], torch.from_numpy(np.concatenate([first, late, last])) / 2)
+        assert target[7:].isnan().all()
+    assert [np.shares_memory(made, slots[n % 2].host) for n, made in enumerate(part.targets)] == [True] * 3
+
+
 def test_static_inputs_take_bytes_and_pad_behind_them() -> None:
     field = InputField(
         name="patches", dims=("tokens", 5), dtype=torch.bfloat16, pad=0, on_device=True, from_host=True
@@ -173,12 +210,67 @@ def test_static_inputs_take_bytes_and_pad_behind_them() -> None:
     for poison in (False, True):
         inputs.poison = poison
         views["patches"].fill_(torch.nan)
+        inputs.forget_loaded()
         inputs.load_on_device(views, {"patches": rows})
         assert torch.equal(views["patches"][:3], expected.bfloat16())
         assert not views["patches"][3:].any()
     assert torch.equal(rows.to(device=CPU, dtype=torch.float32), expected)
     with pytest.raises(GraphError, match="does not fit"):
         inputs.load_on_device(views, {"patches": raw_rows(7)[0]})
+
+
+@given(
+    loads=st.lists(
+        st.tuples(st.sampled_from([4, 6]), st.integers(0, 6), st.sampled_from([0, 1, 2]), st.booleans()),
+        min_size=2,
+        max_size=12,
+    )
+)
+def test_whatever_rows_came_before_padding_lies_behind_these(
+    loads: list[tuple[int, int, int, bool]],
+) -> None:
+    """In either bucket (they share memory), with any padding, whether rows or a tensor."""
+    field = InputField(
+        name="patches",
+        dims=("tokens", 5),
+        dtype=torch.float32,
+        pad=3,
+        poison=(torch.nan, 7),
+        on_device=True,
+        from_host=True,
+    )
+    inputs = inputs_with(field)
+    for number, (bucket, count, poison, is_tensor) in enumerate(loads):
+        inputs.poison, inputs.poison_round = poison > 0, poison - 1
+        views = inputs.views({"tokens": bucket})
+        rows, expected = raw_rows(min(count, bucket), seed=number)
+        inputs.load_on_device(views, {"patches": expected if is_tensor else rows})
+        assert torch.equal(views["patches"][: len(expected)], expected)
+        padding = views["patches"][len(expected) :]
+        pad = torch.full_like(padding, (3, torch.nan, 7)[poison])
+        torch.testing.assert_close(padding, pad, equal_nan=True, rtol=0, atol=0)
+
+
+def test_padding_that_is_there_is_not_written_again_and_rows_that_failed_leave_none() -> None:
+    field = InputField(
+        name="patches", dims=("tokens", 5), dtype=torch.float32, pad=0, on_device=True, from_host=True
+    )
+    inputs = inputs_with(field)
+    views = inputs.views({"tokens": 6})
+    inputs.load_on_device(views, {"patches": raw_rows(4)[0]})
+    views["patches"][5] = 9
+    inputs.load_on_device(views, {"patches": raw_rows(2)[0]})
+    assert views["patches"][2:, 0].tolist() == [0, 0, 0, 9]
+
+    def fail(raw: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
+        values.fill_(9)
+        raise RuntimeError("half-way")
+
+    parts = [np.zeros((5, 5), np.uint8)]
+    with pytest.raises(RuntimeError, match="half-way"):
+        inputs.load_on_device(views, {"patches": RawRows(parts, shape=(5, 5), finish=fail)})
+    inputs.load_on_device(views, {"patches": raw_rows(1)[0]})
+    assert not views["patches"][1:].any()
 
 
 def test_what_makes_values_is_made_once_for_equal_rows() -> None:

@@ -21,7 +21,7 @@ def counts_of(limit: int, **shown: Any) -> tuple[int, int]:
     """Images and videos that reach the processor."""
     seen: list[tuple[int, int]] = []
     processor: Any = SimpleNamespace(
-        prompt=lambda ids, *, images, videos, max_tokens: seen.append((len(images), len(videos)))
+        prompt=lambda ids, *, images, videos, **_: seen.append((len(images), len(videos)))
     )
     limits = MediaLimits(max_decoded_pixels=limit)
     make_media_prompt(processor, [1], media_of(shown), max_tokens=9, limits=limits)

@@ -4,7 +4,8 @@
 memory, and copies that while the caller waits. Here the conversion goes straight into one of two pinned
 slots, and the copy is queued on the stream; several parts (the patches of several images) are never joined
 before. ``RawRows`` are less: bytes, which become values on the device, by work that is queued behind the
-copy. Invariant: a slot is written only when its last copy has ended. Read ``pinned.py`` for the slots.
+copy, and which may be made in the slot. Invariant: a slot is written only when its last copy has ended. Read
+``pinned.py`` for the slots.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,16 @@ _MAX_KEPT = 256
 
 
 Finish = Callable[[Tensor, Tensor], Callable[[], None]]
+
+
+class LateBytes(Protocol):
+    """Bytes that are made where they are needed."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, target: np.ndarray) -> None:
+        """All of them into ``nbytes`` bytes that lie side by side."""
 
 
 class HostRows:
@@ -54,21 +65,28 @@ class HostRows:
 class RawRows:
     """Rows of several arrays of bytes that become values of a batch where that is. They are read only."""
 
-    def __init__(self, parts: Sequence[np.ndarray], *, shape: tuple[int, ...], finish: Finish) -> None:
+    def __init__(
+        self, parts: Sequence[np.ndarray | LateBytes], *, shape: tuple[int, ...], finish: Finish
+    ) -> None:
         """``finish(raw, values)`` gives what makes values of ``shape`` of the bytes of all ``parts``, one
         behind the other in a uint8 tensor on the same device. That may only queue work on the current
-        stream, and may be kept and called again for rows with an equal ``finish``."""
-        self._arrays = [part.reshape(-1) for part in parts]
+        stream, and may be kept and called again for rows with an equal ``finish``. Late bytes are made each
+        time that the rows are used."""
+        self._parts = parts
         self.shape, self.finish = shape, finish
-        self.num_bytes = sum([array.nbytes for array in self._arrays])
+        self.num_bytes = sum([part.nbytes for part in parts])
         assert self.num_bytes <= math.prod(shape), "rows of more bytes than values do not fit a ring"
 
     def write(self, host: np.ndarray) -> None:
         """All bytes to the front of ``host``."""
         start = 0
-        for array in self._arrays:
-            host[start : start + array.nbytes] = array
-            start += array.nbytes
+        for part in self._parts:
+            target = host[start : start + part.nbytes]
+            if isinstance(part, np.ndarray):
+                target[...] = part.reshape(-1)
+            else:
+                part.write(target)
+            start += part.nbytes
 
     def to(self, *, device: torch.device, dtype: torch.dtype) -> Tensor:
         """All of them as a new tensor of values."""

@@ -215,7 +215,7 @@ class VisionTower:
         )
         if self.num_channels == NUM_COLOURS:
             return item
-        values_PC = np.tile(item.patches_PC, (1, still)).astype(np.float32) / 127.5 - 1
+        values_PC = np.tile(item.array_PC, (1, still)).astype(np.float32) / 127.5 - 1
         return replace(item, patches_PC=values_PC, normalisation=None)
 
     def compiling_ahead(self) -> AbstractContextManager[Callable[[], None]] | None:
