@@ -122,6 +122,10 @@ def _at_size(settings: PixelSettings, picture: Image.Image, size: tuple[int, int
     return picture if picture.size == size else picture.resize(size, resample=settings.resample)
 
 
+_make_encoder = getattr(Image, "_getencoder", None)
+"""What ``tobytes`` works with; Pillow does not promise that it stays."""
+
+
 def _bands(picture: Image.Image, num_rows: int) -> Iterator[bytes]:
     """The bytes of ``num_rows`` rows after each other, of which there are a multiple.
 
@@ -129,7 +133,11 @@ def _bands(picture: Image.Image, num_rows: int) -> Iterator[bytes]:
     all bytes at once are fresh memory, which takes the system longer to give than Pillow to fill it.
     """
     width, height = picture.size
-    encoder = Image._getencoder(picture.mode, "raw", picture.mode)
+    if _make_encoder is None:
+        pixels, size = picture.tobytes(), 3 * width * num_rows
+        yield from (pixels[start : start + size] for start in range(0, len(pixels), size))
+        return
+    encoder = _make_encoder(picture.mode, "raw", picture.mode)
     try:
         encoder.setimage(picture.im, (0, 0, width, height))
         for _ in range(0, height, num_rows):

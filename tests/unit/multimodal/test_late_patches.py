@@ -15,6 +15,7 @@ from gapless.errors import RequestError
 from gapless.graphs.device.upload import HostRows, RawRows
 from gapless.models.tokenizer import load_tokenizer
 from gapless.models.vision.pixels import patch_rows
+from gapless.multimodal import pixels
 from gapless.multimodal.items import MediaItem
 from gapless.multimodal.opening import open_processor
 from gapless.multimodal.pixels import Patches, PixelSettings
@@ -121,3 +122,12 @@ def test_a_broken_file_is_refused_before_its_pixels_are_needed(processor: Proces
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:600])
     with Image.open(tmp_path / "cut.png") as image, pytest.raises(RequestError, match=r"image 1: .* read"):
         item_of(processor, image, reads_late=True)
+
+
+def test_a_pillow_without_its_inner_encoder_gives_the_same(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = random_image(96, 64)
+    made = item_of(processor, image, reads_late=False).array_PC
+    monkeypatch.setattr(pixels, "_make_encoder", None)
+    assert np.array_equal(item_of(processor, image, reads_late=False).array_PC, made)
