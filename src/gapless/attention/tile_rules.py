@@ -145,27 +145,34 @@ def decode_tile(
     rows = max(MIN_TILE_ROWS, group_pad * next_power_of_2(max_query_len))
     if rows > max(_MAX_DECODE_ROWS, group_pad):
         return None
+    is_few = num_programs <= _ENOUGH_PROGRAMS
+    if rows > MIN_TILE_ROWS or head_bytes > 256:
+        block_n, num_warps, num_stages = _block_n(head_bytes), 4, 3 if head_bytes > 256 else 4
+    elif is_few:  # most requests end with the first tile or the second
+        block_n, num_warps, num_stages = 128, 8, 3
+    elif num_programs < 4 * _ENOUGH_PROGRAMS:
+        block_n, num_warps, num_stages = 64, 4, 4
+    else:  # small programs balance best when there are many of them
+        block_n, num_warps, num_stages = 32, *((2, 4) if num_programs < 8 * _ENOUGH_PROGRAMS else (1, 2))
+    num_stages = _num_stages(num_stages, rows, block_n, head_bytes, itemsize, shared_bytes)
+    if num_stages < 2:
+        return None
+    min_keys = max(block_n, _MIN_KEYS)
     num_splits = 1
     while (
         num_splits < _MAX_SPLITS
         and num_splits * num_programs * 2 <= _ENOUGH_PROGRAMS
-        and num_splits * _MIN_KEYS < max_keys
+        and num_splits * min_keys < max_keys
     ):
         num_splits *= 2
-    # Small programs balance best when there are many of them.
-    is_narrow = num_programs >= 4 * _ENOUGH_PROGRAMS and rows == MIN_TILE_ROWS and head_bytes <= 256
-    block_n, num_stages = 32 if is_narrow else _block_n(head_bytes), 3 if head_bytes > 256 else 4
-    num_stages = _num_stages(num_stages, rows, block_n, head_bytes, itemsize, shared_bytes)
-    if num_stages < 2:
-        return None
     return DecodeTile(
         block_q=rows // group_pad,
         block_n=block_n,
-        num_warps=2 if is_narrow else 4,
+        num_warps=num_warps,
         num_stages=num_stages,
         num_splits=num_splits,
-        min_keys=_MIN_KEYS,
-        called_ahead=_CALLED_AHEAD if num_programs <= _ENOUGH_PROGRAMS else 0,
+        min_keys=min_keys,
+        called_ahead=_CALLED_AHEAD if is_few else 0,
     )
 
 
