@@ -367,7 +367,7 @@ class GraphSet:
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], lens)
         return {
             "input_ids": np.arange(num_tokens, dtype=np.int32) % self._model.info.vocab_size,
-            "drawn_rows": np.full(num_tokens, self.limits.max_num_reqs, dtype=np.int32),
+            "drawn_rows": np.zeros(0, dtype=np.int32),  # all tokens are known
             "positions": positions,
             "rope_positions": np.broadcast_to(positions, (3, num_tokens)),
             "is_media": np.zeros(num_tokens, dtype=np.int32),
