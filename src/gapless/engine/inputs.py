@@ -22,6 +22,9 @@ from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 from gapless.graphs.buffers import InputField
 from gapless.graphs.frozen_arrays import frozen
 
+NO_DRAWN_ROWS = frozen(np.zeros(0, dtype=np.int32))
+"""``drawn_rows`` of a batch whose tokens are all known; frozen, so that it is looked at once."""
+
 
 def token_fields(
     *, max_blocks: int, vocab_size: int, max_num_reqs: int, rope_axes: int = 1, has_media: bool = False
@@ -91,7 +94,6 @@ class BatchBuilder:
         self._last: _Built | None = None
         # Constants that arrays are cut from.
         self._count = frozen(np.arange(max(max_blocks * block_size, max_num_tokens) + 1, dtype=np.int32))
-        self._none = frozen(np.zeros(0, dtype=np.int32))
         self._zeros = frozen(np.zeros(max_num_reqs, dtype=np.int32))
         self._chunks: dict[tuple[int, int], _Chunk] = {}
 
@@ -132,7 +134,7 @@ class BatchBuilder:
             for first, entry in zip(query_start_loc.tolist(), entries, strict=False):
                 known = _known_tokens(entry)
                 input_ids[first : first + len(known)] = known
-        drawn_rows = self._none
+        drawn_rows = NO_DRAWN_ROWS
         unknown = [(i, e) for i, e in enumerate(entries) if e.end > len(e.sequence.token_ids)]
         if unknown:
             drawn_rows = np.full(num_tokens, self._max_num_reqs, dtype=np.int32)
@@ -164,7 +166,7 @@ class BatchBuilder:
         first, widest = start // block_size, (end - 1) // block_size + 1
         slots_BS = self._tables[row, first:widest, None] * block_size + self._count[:block_size]
         chunk = self._chunks.get((start, num_tokens)) or self._make_chunk(start, num_tokens)
-        positions, seq_lens, drawn_rows = chunk.positions, chunk.seq_lens, self._none
+        positions, seq_lens, drawn_rows = chunk.positions, chunk.seq_lens, NO_DRAWN_ROWS
         if num_tokens == 1:  # the step after it may go on from these in place
             positions, seq_lens = positions.copy(), seq_lens.copy()
         input_ids = _known_tokens(entry)
@@ -228,7 +230,7 @@ class BatchBuilder:
             values["input_ids"], values["drawn_rows"] = last.unknown
         else:
             known = [entry.sequence.token_ids[entry.start] for entry in entries]
-            values["input_ids"], values["drawn_rows"] = np.array(known, np.int32), self._none
+            values["input_ids"], values["drawn_rows"] = np.array(known, np.int32), NO_DRAWN_ROWS
         return BatchArrays(
             values=values,
             query_lens=arrays.query_lens,
