@@ -3,7 +3,8 @@
 A model folder is opened with dummy weights. Three things are timed, waiting for the GPU left out: decode
 steps of the engine by batch size, split by stage (the stages are methods, wrapped for the run); one request
 through ``LLM.generate`` up to its only token, beside the GPU time of its graphs; and the runner's replay path
-(dispatch, fill the static inputs, launch) alone, for breakable graphs also per segment without the breaks.
+(dispatch, fill the static inputs, launch; ``replay_path.py``) alone, for breakable graphs also per segment
+without the breaks.
 After a long wait for the GPU the caches of a CPU are cold, and what a replay costs is how much it touches:
 ``--cold-mib 32`` makes them cold before every turn of that part, whatever the size of the graph.
 
@@ -26,8 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from replay_path import replay_figures, spread
 
 from gapless import LLM, SamplingParams
 from gapless.config import EngineConfig
@@ -38,12 +39,11 @@ from gapless.engine.readback import Readback
 from gapless.engine.runner import ModelRunner
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.buffers import StaticInputs
-from gapless.graphs.context import use_forward_context
 from gapless.graphs.device.cuda_runtime import CudaRuntime
 from gapless.graphs.device.memset_nodes import UNKNOWN
 from gapless.graphs.device.pinned import PinnedRing, PinnedSlot
 from gapless.graphs.dispatcher import Dispatcher
-from gapless.graphs.program import EagerStep, Program
+from gapless.graphs.program import Program
 from gapless.graphs.runner import GraphRunner
 from gapless.graphs.store import GraphKey
 
@@ -63,7 +63,6 @@ def main() -> None:
         "plan": {p: opened.runner.report()["plan"][p]["strategy"] for p in ("prefill", "decode")},
         "decode": {},
         "first_token": {},
-        "replay": {},
     }
     sections: list[tuple[str, list[int], Callable[[OpenedEngine, int, int], dict[str, Any]]]] = [
         ("decode", arguments.batch, decode_steps),
@@ -73,12 +72,9 @@ def main() -> None:
         for size in sizes:
             result[name][size] = figures = measure(opened, size, arguments.steps)
             show(f"{name} {size}", figures)
-    for phase in ("decode", "prefill"):
-        runner = getattr(opened.runner.graphs, phase)
-        for descriptor in spread(opened.runner.dispatcher.capture_descriptors(runner.phase)):
-            figures = replay_path(opened, runner, descriptor, arguments.steps, cold_mib=arguments.cold_mib)
-            result["replay"][f"{phase} {descriptor.num_tokens}"] = figures
-            show(f"replay {phase} {descriptor.num_tokens}", figures)
+    result["replay"] = replay_figures(opened, steps=arguments.steps, cold_mib=arguments.cold_mib)
+    for name, figures in result["replay"].items():
+        show(f"replay {name}", figures)
     opened.runner.shutdown()
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -204,8 +200,8 @@ def known_buckets(graphs: GraphSet) -> list[Any]:
 
 
 def repeat(step: Callable[[], object], steps: int, graphs: GraphSet | None = None) -> dict[str, Any]:
-    """Medians per call: wall time, CPU time (wall without waiting); of a step over ``graphs`` the stages of
-    it."""
+    """Medians per call: wall time, CPU time (wall without waiting; its spread too); of a step over ``graphs``
+    the stages of it."""
     rows: list[dict[str, float]] = []
     with watched(graphs) as stages:
         for _ in range(steps):
@@ -215,10 +211,9 @@ def repeat(step: Callable[[], object], steps: int, graphs: GraphSet | None = Non
             wall = 1e6 * (time.perf_counter() - start)
             rows.append({"wall": wall, "cpu": wall - stages.us["wait"], **stages.us})
     names = {name for row in rows for name in row}
-    worst = {
-        "cpu_max": round(max(row["cpu"] for row in rows), 1)
-    }  # collections of garbage, and other processes
-    return worst | {
+    cpu_us = [row["cpu"] for row in rows]
+    around = {"cpu_max": round(max(cpu_us), 1), "spread": spread(cpu_us)}  # garbage, and other processes
+    return around | {
         name: round(statistics.median(row.get(name, 0.0) for row in rows), 1) for name in sorted(names)
     }
 
@@ -275,95 +270,6 @@ def gpu_us(opened: OpenedEngine, tokens: int) -> float:
 
     with store.device.stream_scope():
         return 1e6 * store.device.time(ten_times, repeats=5) / 10
-
-
-def replay_path(
-    opened: OpenedEngine, runner: GraphRunner, descriptor: BatchDescriptor, steps: int, *, cold_mib: int = 0
-) -> dict[str, Any]:
-    """Microseconds of CPU from a batch to its launched graph, with an idle GPU; ``dispatch``, ``fill`` and
-    ``launch`` of it also alone."""
-    values, sizes = dict(runner.dummy(descriptor)), runner.sizes_of(descriptor)
-    query_lens = (1,) * descriptor.num_reqs if descriptor.uniform else (descriptor.num_tokens,)
-    device, dispatcher = runner.store.device, opened.runner.dispatcher
-    decode_shape = BatchShape(query_lens=query_lens)  # the same in all steps of a run
-    others = np.zeros(cold_mib << 20, dtype=np.uint8)
-
-    def wait() -> BatchShape:
-        device.synchronize()
-        if cold_mib:
-            others[::64] += 1
-        return decode_shape if descriptor.uniform else BatchShape(query_lens=(descriptor.num_tokens,))
-
-    parts: dict[str, list[float]] = defaultdict(list)
-    entry = runner.store.get(GraphKey(runner.phase, runner.strategy.runtime_mode, descriptor))
-    assert entry is not None
-    launch = entry.program.launch or entry.program.replay  # as the runner does
-    context = runner._bucket(descriptor).contexts[runner.strategy.runtime_mode]  # breaks read it
-    views = runner.inputs.views(sizes)
-    with device.stream_scope(), torch.no_grad(), use_forward_context(context):
-        for _ in range(steps):
-            shape = wait()
-            with clock(parts["total"]):
-                found = dispatcher.dispatch(shape)
-                runner.run(descriptor, found.mode, values, num_real=sizes)
-        for _ in range(steps):
-            shape = wait()
-            with clock(parts["dispatch"]):
-                dispatcher.dispatch(shape)
-        for _ in range(steps):
-            wait()
-            with clock(parts["fill"]):
-                runner.inputs.load(views, values)
-        for _ in range(steps):
-            wait()
-            with clock(parts["launch"]):
-                launch()
-        figures = {name: round(statistics.median(all_us), 1) for name, all_us in parts.items()}
-        figures["memsets"] = entry.row.num_memsets
-        if entry.row.num_segments > 1:
-            figures["segments"] = entry.row.num_segments
-            figures["per_segment"] = round(without_breaks(entry.program, device) / entry.row.num_segments, 2)
-    return figures
-
-
-def without_breaks(program: Program, device: Any) -> float:
-    """Median microseconds of a replay whose breaks do nothing: their bodies are not ours to time."""
-    bodies = [(step, step._body) for step in program.steps if isinstance(step, EagerStep)]
-    took: list[float] = []
-    try:
-        for step, _ in bodies:
-            step._body = lambda *args, **kwargs: None
-        for _ in range(20):
-            device.synchronize()
-            with clock(took):
-                program.replay()
-    except Exception as error:  # a break that must return a tensor
-        print(f"segments cannot be timed alone: {error}", file=sys.stderr)
-        return 0.0
-    finally:
-        for step, body in bodies:
-            step._body = body
-    return statistics.median(took)
-
-
-class clock:
-    """Microseconds of the block. A class: what a generator does around the block would be timed too."""
-
-    def __init__(self, into: list[float]) -> None:
-        self._into = into
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        end = time.perf_counter()
-        self._into.append(1e6 * (end - self._start))
-
-
-def spread(descriptors: tuple[BatchDescriptor, ...]) -> list[BatchDescriptor]:
-    """The smallest, the largest and two between."""
-    picked = {round(i * (len(descriptors) - 1) / 3) for i in range(4)} if descriptors else set()
-    return [descriptors[i] for i in sorted(picked, reverse=True)]
 
 
 def random_prompt(opened: OpenedEngine, length: int) -> list[int]:

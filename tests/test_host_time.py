@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loaded_scripts import load_script
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "host_time.py"
+sys.path.append(str(SCRIPT.parent))
+import replay_path  # noqa: E402
+
 host_time = load_script(SCRIPT)
 
 CONFIG = {
@@ -103,6 +108,39 @@ def test_wrapped_methods_are_put_back_inherited_ones_too_and_after_an_error() ->
     assert stages.us == {"inherited": pytest.approx(1), "fails": pytest.approx(0)}
 
 
+def test_sizes_of_replays_are_measured_in_turns_and_no_step_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is busy for one round spoils a part of every size, not one size."""
+    order: list[tuple[str, int]] = []
+
+    class Path:
+        def __init__(self, opened: object, runner: SimpleNamespace, descriptor: SimpleNamespace, _: object):
+            self.name = f"{runner.phase} {descriptor.num_tokens}"
+
+        def take_turns(self, turns: int) -> None:
+            order.append((self.name, turns))
+
+        def figures(self) -> dict[str, int]:
+            return {"turns": sum(turns for name, turns in order if name == self.name)}
+
+    sizes = {"decode": (2, 1), "prefill": (8,)}
+    descriptors = {p: tuple(SimpleNamespace(num_tokens=n) for n in sizes[p]) for p in sizes}
+    graphs = SimpleNamespace(
+        store=SimpleNamespace(device=SimpleNamespace(stream_scope=nullcontext)),
+        **{phase: SimpleNamespace(phase=phase) for phase in sizes},
+    )
+    dispatcher = SimpleNamespace(capture_descriptors=descriptors.get)
+    opened = SimpleNamespace(runner=SimpleNamespace(graphs=graphs, dispatcher=dispatcher))
+    monkeypatch.setattr(replay_path, "ReplayPath", Path)
+    figures = replay_path.replay_figures(opened, steps=12)
+    assert [name for name, _ in order] == ["decode 1", "decode 2", "prefill 8"] * replay_path.ROUNDS
+    assert {name: found["turns"] for name, found in figures.items()} == dict.fromkeys(figures, 12)
+
+
+def test_the_spread_of_one_and_of_many_samples() -> None:
+    assert replay_path.spread([3.04]) == {"min": 3.0, "p25": 3.0, "p75": 3.0}
+    assert replay_path.spread(range(100, -1, -1)) == {"min": 0, "p25": 25, "p75": 75}
+
+
 @pytest.mark.parametrize("prefill", ["full", "breakable"])
 def test_a_run_on_a_cpu_reports_every_section(
     tmp_path: Path, prefill: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -122,5 +160,9 @@ def test_a_run_on_a_cpu_reports_every_section(
     assert {"schedule", "build", "fill", "replay call", "accept"} <= decode["stages"].keys()
     assert result["first_token"]["5"]["cpu"] > 0
     assert {"decode 2", "prefill 8"} == set(result["replay"])
-    assert {"total", "dispatch", "fill", "launch"} <= result["replay"]["decode 2"].keys()
+    assert 0 < decode["spread"]["min"] <= decode["spread"]["p25"] <= decode["cpu"] <= decode["cpu_max"]
+    replay = result["replay"]["decode 2"]
+    assert {"total", "switched", "dispatch", "fill", "launch"} == replay["spread"].keys() & replay.keys()
+    total = replay["spread"]["total"]
+    assert 0 < total["min"] <= total["p25"] <= replay["total"] <= total["p75"]
     assert ("per_segment" in result["replay"]["prefill 8"]) == (prefill == "breakable")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
 from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trace_tokens
-from gapless.engine.inputs import hidden_field, token_fields
+from gapless.engine.inputs import NO_DRAWN_ROWS, hidden_field, token_fields
 from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputField, InputViews, StaticInputs
@@ -367,7 +367,7 @@ class GraphSet:
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], lens)
         return {
             "input_ids": np.arange(num_tokens, dtype=np.int32) % self._model.info.vocab_size,
-            "drawn_rows": np.full(num_tokens, self.limits.max_num_reqs, dtype=np.int32),
+            "drawn_rows": NO_DRAWN_ROWS,
             "positions": positions,
             "rope_positions": np.broadcast_to(positions, (3, num_tokens)),
             "is_media": np.zeros(num_tokens, dtype=np.int32),

@@ -22,6 +22,9 @@ from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 from gapless.graphs.buffers import InputField
 from gapless.graphs.frozen_arrays import frozen
 
+NO_DRAWN_ROWS = frozen(np.zeros(0, dtype=np.int32))
+"""``drawn_rows`` of a batch whose tokens are all known; frozen, so that it is looked at once."""
+
 
 def token_fields(
     *, max_blocks: int, vocab_size: int, max_num_reqs: int, rope_axes: int = 1, has_media: bool = False
@@ -29,7 +32,8 @@ def token_fields(
     """The static inputs of a forward pass over ``tokens`` tokens of ``reqs`` requests (all int32).
 
     ``drawn_rows``: where a token that the host does not know yet lies among the tokens that the step before
-    drew; ``max_num_reqs``, a row that always holds 0, where the host knows it. ``rope_positions``, with
+    drew; ``max_num_reqs``, a row that always holds 0, where the host knows it. That is the padding too, so a
+    batch whose tokens are all known has none of these rows. ``rope_positions``, with
     several axes: what the model rotates by (``positions`` are indices). ``is_media``, with ``has_media``: 1
     where an encoder's row takes the place of the token's embedding.
     """
@@ -90,7 +94,6 @@ class BatchBuilder:
         self._last: _Built | None = None
         # Constants that arrays are cut from.
         self._count = frozen(np.arange(max(max_blocks * block_size, max_num_tokens) + 1, dtype=np.int32))
-        self._known = frozen(np.full(max_num_tokens, max_num_reqs, dtype=np.int32))
         self._zeros = frozen(np.zeros(max_num_reqs, dtype=np.int32))
         self._chunks: dict[tuple[int, int], _Chunk] = {}
 
@@ -131,10 +134,10 @@ class BatchBuilder:
             for first, entry in zip(query_start_loc.tolist(), entries, strict=False):
                 known = _known_tokens(entry)
                 input_ids[first : first + len(known)] = known
-        drawn_rows = self._known[:num_tokens]
+        drawn_rows = NO_DRAWN_ROWS
         unknown = [(i, e) for i, e in enumerate(entries) if e.end > len(e.sequence.token_ids)]
         if unknown:
-            drawn_rows = drawn_rows.copy()
+            drawn_rows = np.full(num_tokens, self._max_num_reqs, dtype=np.int32)
             for i, entry in unknown:
                 drawn_rows[query_start_loc[i + 1] - 1] = self._drawn[entry.sequence]
         samples = np.fromiter((e.samples for e in entries), dtype=np.bool_, count=len(entries))
@@ -163,14 +166,14 @@ class BatchBuilder:
         first, widest = start // block_size, (end - 1) // block_size + 1
         slots_BS = self._tables[row, first:widest, None] * block_size + self._count[:block_size]
         chunk = self._chunks.get((start, num_tokens)) or self._make_chunk(start, num_tokens)
-        positions, seq_lens, drawn_rows = chunk.positions, chunk.seq_lens, chunk.drawn_rows
+        positions, seq_lens, drawn_rows = chunk.positions, chunk.seq_lens, NO_DRAWN_ROWS
         if num_tokens == 1:  # the step after it may go on from these in place
             positions, seq_lens = positions.copy(), seq_lens.copy()
         input_ids = _known_tokens(entry)
         has_unknown = len(input_ids) < num_tokens
         if has_unknown:
             input_ids = np.append(input_ids, np.int32(0))
-            drawn_rows = drawn_rows.copy()
+            drawn_rows = np.full(num_tokens, self._max_num_reqs, dtype=np.int32)
             drawn_rows[-1] = self._drawn[entry.sequence]
         return BatchArrays(
             values={
@@ -190,7 +193,6 @@ class BatchBuilder:
     def _make_chunk(self, start: int, num_tokens: int) -> _Chunk:
         end = start + num_tokens
         chunk = _Chunk(
-            drawn_rows=self._known[:num_tokens],
             positions=self._count[start:end],
             query_start_loc=frozen(np.array((0, num_tokens), dtype=np.int32)),
             seq_lens=self._count[end : end + 1],
@@ -228,7 +230,7 @@ class BatchBuilder:
             values["input_ids"], values["drawn_rows"] = last.unknown
         else:
             known = [entry.sequence.token_ids[entry.start] for entry in entries]
-            values["input_ids"], values["drawn_rows"] = np.array(known, np.int32), self._known[:num_reqs]
+            values["input_ids"], values["drawn_rows"] = np.array(known, np.int32), NO_DRAWN_ROWS
         return BatchArrays(
             values=values,
             query_lens=arrays.query_lens,
@@ -299,7 +301,6 @@ class _Chunk(NamedTuple):
     """Frozen arrays of a step of one sequence that depend on where its tokens begin and end alone. Prompts of
     equal length and chunks of long ones share them, and what is known by identity is not staged again."""
 
-    drawn_rows: np.ndarray
     positions: np.ndarray
     query_start_loc: np.ndarray
     seq_lens: np.ndarray

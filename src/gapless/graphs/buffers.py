@@ -77,6 +77,10 @@ class InputField:
 class InputViews:
     """The views of one bucket: ``tensors`` at fixed device addresses, ``shapes`` as plain tuples."""
 
+    __slots__ = (
+        "are_kept", "fitting", "layout", "num_bytes", "shapes", "sizes", "staged", "tensors", "writers",
+    )  # fmt: skip
+
     def __init__(
         self, sizes: dict[str, int], tensors: dict[str, Tensor], layout: dict[str, int], num_bytes: int
     ) -> None:

@@ -3,7 +3,8 @@
 A ring of pinned slots (``pinned.py``), of which none is overwritten before it was read; on a CPU the one slot
 is the static buffer itself. All buckets share a slot, each in a layout of its own, so each has a
 ``SlotWriter`` per slot. Whoever wrote to a private slot last knows what lies there, and leaves alone what is
-right already: padding, and arrays that are never written again. Invariant: after ``write`` every byte of the
+right already: padding, and arrays that are never written again. What every step touches has slots in place
+of a dictionary, which is a line of cold memory less for each. Invariant: after ``write`` every byte of the
 bucket's fields is value or padding of this batch, whatever the slot held before (of a table by column: up to
 the number of bytes to copy). Read ``buffers.py`` for the inputs themselves.
 """
@@ -57,6 +58,11 @@ class HostTarget(NamedTuple):
 class SlotWriter:
     """Writes batches of one bucket into one slot; ``host`` is all memory of the slot."""
 
+    __slots__ = (
+        "_gaps", "_is_kept", "_num_bytes", "_num_padded", "_pads", "_parts", "_repeats", "_shapes", "_table",
+        "_targets", "_written",
+    )  # fmt: skip
+
     def __init__(self, host: np.ndarray, targets: Sequence[HostTarget], num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._targets = [target.memory for target in targets]
@@ -68,8 +74,11 @@ class SlotWriter:
         self._shapes: Sequence[Shape] = ()
         self._pads: Sequence[Pad] = ()
         self._parts: list[np.ndarray] = []
-        self._repeats: dict[int, np.ndarray] = {}
-        """By field that repeats its last row: where."""
+        self._gaps: list[tuple[int, np.ndarray]] | None = None
+        """What of which field to pad before its part is written, in a slot of which nothing is known; None
+        where that is to be found anew."""
+        self._repeats: dict[int, _LastRow] = {}
+        """By field that repeats its last row."""
         self._written: list[np.ndarray | Tensor | None] = []
         self._is_kept: list[bool | None] = []
         """By field: whether ``_written`` is frozen, so that it is still there; None where nobody asked."""
@@ -105,10 +114,8 @@ class SlotWriter:
             elif is_kept[place] is None:  # frozen from this write on
                 is_kept[place] = is_frozen(value)
             part[...] = value
-        if self._repeats:
-            for place, repeat in self._repeats.items():
-                value = arrays[place]
-                repeat[...] = value[-1] if len(value) else 0
+        for place, repeat in self._repeats.items():
+            repeat.write(arrays[place])
         table = self._table
         if table is None:
             return self._num_bytes, self._num_bytes
@@ -119,8 +126,20 @@ class SlotWriter:
 
     def _arrange(self, shapes: Sequence[Shape], pads: Sequence[Pad], *, is_known: bool) -> None:
         """Nothing is known of the slot, or the padding has changed: pad all that the batch does not fill."""
+        if self._gaps is None or pads is not self._pads or shapes != self._shapes:
+            self._gaps = self._cut(shapes, pads)
         self._shapes, self._pads = shapes, pads
         self._written, self._is_kept = [None] * len(self._targets), [None] * len(self._targets)
+        for place, gap in self._gaps:
+            gap[...] = pads[place]
+        for repeat in self._repeats.values():
+            repeat.forget()
+        if self._table is not None:
+            self._table.change(shapes[-1], is_known=is_known)
+
+    def _cut(self, shapes: Sequence[Shape], pads: Sequence[Pad]) -> list[tuple[int, np.ndarray]]:
+        """Make the views that a batch of these shapes is written through; returns those for padding."""
+        gaps = []
         self._parts, self._repeats = [], {}
         for place, target in enumerate(self._targets):
             shape, pad = shapes[place], pads[place]
@@ -131,16 +150,14 @@ class SlotWriter:
             if place == self._num_padded:
                 continue
             if isinstance(pad, str):
-                self._repeats[place] = target[shape[0] :]
-            elif len(shape) == 1:
-                target[shape[0] :] = pad
+                self._repeats[place] = _LastRow(target[shape[0] :])
             else:
-                target.fill(pad)
-        if self._table is not None:
-            self._table.change(shapes[-1], is_known=is_known)
+                gaps.append((place, target[shape[0] :] if len(shape) == 1 else target))
+        return gaps
 
     def _rearrange(self, shapes: Sequence[Shape]) -> None:
         """All but the batch that was written last is padding already."""
+        self._gaps = None
         for place, shape in enumerate(shapes):
             old = self._shapes[place]
             if shape == old:
@@ -153,18 +170,48 @@ class SlotWriter:
                 elif not isinstance(pad, str):
                     target.fill(pad)
                 else:
-                    self._repeats[place] = target[shape[0] :]
+                    self._repeats[place] = _LastRow(target[shape[0] :])
                 continue
             (end,) = shape
             self._parts[place] = target[:end]
             if isinstance(pad, str):
-                self._repeats[place] = target[end:]
+                self._repeats[place] = _LastRow(target[end:])
             elif old[0] > end:
                 target[end : old[0]] = pad
 
 
+class _LastRow:
+    """Repeats the last row of a field ``where`` the batch ends. Many batches end in the number that the one
+    before them ended in, which is there already."""
+
+    __slots__ = ("_is_number", "_last", "_where")
+
+    def __init__(self, where: np.ndarray) -> None:
+        self._where = where
+        self._is_number = where.ndim == 1 and where.dtype.kind == "i"
+        self._last: int | float | None = None
+
+    def forget(self) -> None:
+        """Somebody else has written there."""
+        self._last = None
+
+    def write(self, value: np.ndarray | Tensor) -> None:
+        if not self._is_number or not isinstance(value, np.ndarray):
+            self._last = None
+            self._where[...] = value[-1] if len(value) else 0
+            return
+        last = value.item(-1) if len(value) else 0  # half the time of ``value[-1]`` where caches are cold
+        if last != self._last:
+            self._where[...] = last
+            self._last = last
+
+
 class _TableClearer:
     """Keeps the by-column table of a ``SlotWriter`` 0 but for the rows and columns of the batch."""
+
+    __slots__ = (
+        "_clean_end", "_column_bytes", "_host", "_num_columns", "_num_rows", "_start", "_table", "end",
+    )  # fmt: skip
 
     def __init__(self, host: np.ndarray, table: np.ndarray, start: int) -> None:
         self._host, self._table, self._start = host, table, start

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_fakes import PagedFakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import OverlappedEngine, make_scheduler, make_sequence
 
-from gapless.engine.inputs import BatchBuilder
+from gapless.engine.inputs import BatchBuilder, token_fields
 from gapless.engine.request import Sequence
 from gapless.engine.scheduler import Scheduler
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
+from gapless.graphs.buffers import StaticInputs
 
 BLOCK_SIZE = 4
 
@@ -288,6 +290,25 @@ def test_one_prompt_alone_has_the_arrays_of_any_batch() -> None:
             assert one.query_lens == any_.query_lens
             assert one.sampled_rows.tolist() == any_.sampled_rows.tolist()
             assert one.has_unknown is any_.has_unknown is False
+
+
+def test_rows_of_drawn_tokens_are_staged_only_where_a_token_is_unknown() -> None:
+    """Where all are known the padding says so: every row names the drawn token that is always 0."""
+    runner = PagedFakeRunner(block_size=BLOCK_SIZE, max_num_batched_tokens=64)
+    builder, max_num_reqs = make_builder(runner), runner.max_num_reqs
+    fields = token_fields(max_blocks=runner.num_blocks, vocab_size=99, max_num_reqs=max_num_reqs, rope_axes=3)
+    inputs = StaticInputs(fields, max_sizes={"tokens": 8, "reqs": 4}, torch_device=torch.device("cpu"))
+    views = inputs.views({"tokens": 8, "reqs": 4})
+    sequence = make_sequence(list(range(100, 103)))
+    sequence.arrival = 0
+    for start, count, num_staged, expected in ((0, 3, 0, [max_num_reqs] * 8), (3, 1, 1, [0])):
+        entry = ScheduledSequence(sequence, start, count, True, 0, [5])
+        rows, builder._drawn = builder._mirror((entry,)), {sequence: 0}
+        for arrays in (builder._build_one(entry, rows), builder._build_any((entry,), rows)):
+            positions = arrays.values["positions"]
+            inputs.load(views, {**arrays.values, "rope_positions": np.stack([positions] * 3)})
+            assert len(arrays.values["drawn_rows"]) == num_staged
+            assert views["drawn_rows"].tolist() == expected + [max_num_reqs] * (8 - len(expected))
 
 
 def test_parameters_are_looked_at_once_in_a_run() -> None:

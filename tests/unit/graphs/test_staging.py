@@ -184,6 +184,49 @@ def test_a_slot_is_not_cleared_where_it_is_clear_but_copied_as_far_as_the_device
     assert ring.num_bytes == [start + 16 * columns for columns in (5, 5, 2, 6, 6)]  # type: ignore[attr-defined]
 
 
+def test_a_last_row_is_repeated_again_where_another_bucket_has_written() -> None:
+    inputs, mine = private_inputs(1), {"tokens": 8, "reqs": 4}
+    values = make_values(8, 2, 1, first=1)
+    for others in ({"tokens": 12, "reqs": 4}, mine):
+        inputs.load(inputs.views(mine), values)
+        inputs.load(inputs.views(others), make_values(8, 4, 1, first=100))
+        inputs.load(inputs.views(mine), values)
+        assert_loaded(inputs, mine, values)
+
+
+def test_a_last_row_that_has_changed_is_repeated_and_one_that_has_not_is_left_alone() -> None:
+    inputs, sizes = private_inputs(1), {"tokens": 8, "reqs": 4}
+    views, host = inputs.views(sizes), inputs._ring._hosts[0]  # type: ignore[union-attr]
+    starts = host[views.layout["starts"] :][:20].view(np.int32)
+    for first, last, left in ((1, 3, 3), (1, 3, 50), (2, 4, 4)):
+        inputs.load(views, make_values(8, 2, 1, first=first))
+        assert starts.tolist() == [first, first + 1, last, left, left]
+        starts[3:] = 50
+
+
+def test_padding_follows_a_batch_that_became_smaller_when_another_bucket_wrote_meanwhile() -> None:
+    inputs, mine, others = private_inputs(1), {"tokens": 8, "reqs": 4}, {"tokens": 12, "reqs": 4}
+    for num_before, num_tokens in ((6, 3), (3, 5), (5, 1)):
+        inputs.load(inputs.views(mine), make_values(num_before, 2, 1, first=200))
+        values = make_values(num_tokens, 2, 1, first=10 * num_tokens)
+        inputs.load(inputs.views(mine), values)
+        inputs.load(inputs.views(others), make_values(12, 4, 6, first=100))
+        inputs.load(inputs.views(mine), values)
+        assert_loaded(inputs, mine, values)
+
+
+def test_a_field_repeats_its_last_row_or_is_poisoned() -> None:
+    fields = (InputField(name="ends", dims=("reqs",), pad="last", poison=9),)
+    inputs = StaticInputs(fields, max_sizes={"reqs": 4}, torch_device=torch.device("cpu"))
+    inputs._ring = CopyingRing(inputs._packed, 1)  # type: ignore[assignment]
+    views = inputs.views({"reqs": 4})
+    for poison, expected in ((False, [3, 5, 5, 5]), (True, [3, 5, 9, 9]), (False, [3, 5, 5, 5])):
+        inputs.poison = poison
+        for _ in range(2):
+            inputs.load(views, {"ends": np.array([3, 5], dtype=np.int32)})
+            assert views["ends"].tolist() == expected
+
+
 def test_views_are_let_go_of() -> None:
     inputs, sizes = private_inputs(2), {"tokens": 8, "reqs": 4}
     values = make_values(8, 4, 2, first=1)

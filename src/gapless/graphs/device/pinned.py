@@ -85,6 +85,11 @@ class PinnedRing:
     stream must live until the next copy on another one. Invariant: after ``acquire`` no copy reads the slot.
     """
 
+    __slots__ = (
+        "_copy", "_device", "_end", "_events", "_handles", "_heres", "_index", "_next", "_num_bytes",
+        "_raw_stream", "_runtime", "_size", "_stream", "_stream_now", "_tensor", "_there", "hosts",
+    )  # fmt: skip
+
     is_private = True
     """Nobody but those who fill it writes to its memory."""
 
