@@ -163,7 +163,7 @@ def test_what_is_put_aside_is_not_a_finding_and_hides_none(monkeypatch: pytest.M
     ordered = REPORTS[: REPORTS.index(".========= Error: Race reported between Write")]
     end = "3 passed in 1s\n========= RACECHECK SUMMARY: {} hazards displayed (1 error, 0 warnings)"
     aside = judge("racecheck", 9, ordered + end.format(1), may_put_aside=True)
-    assert aside["outcome"] == "clean but for hand-overs"
+    assert aside["outcome"] == "clean but for what is put aside"
     assert len(aside["hand_overs"]) == 1
     assert aside["found"] == []
     all_of_them = judge("racecheck", 9, REPORTS + "3 passed in 1s", may_put_aside=True)
@@ -173,6 +173,22 @@ def test_what_is_put_aside_is_not_a_finding_and_hides_none(monkeypatch: pytest.M
     assert not_read["outcome"] == "findings"
     failed = judge("racecheck", 9, ordered + "1 failed, " + end.format(1), may_put_aside=True)
     assert failed["outcome"] == "tests failed"
+
+
+def test_kernels_of_libraries_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours have code that Triton has compiled in this run."""
+    monkeypatch.setattr("sanitize.codes_of", lambda kernel: [CODE] if kernel == "attend" else [])
+    output = (
+        "..========= Error: Race reported between Read access at nvjet_64x8+0xaf0\n"
+        "=========     and Write access at nvjet_64x8+0x27e0 [4 hazards]\n"
+        "2 passed in 1s\n========= RACECHECK SUMMARY: 1 hazards displayed (1 error, 0 warnings)"
+    )
+    theirs = judge("racecheck", 9, output, may_put_aside=False)
+    assert theirs["outcome"] == "clean but for what is put aside"
+    assert (len(theirs["of_others"]), theirs["found"]) == (1, [])
+    ours = judge("racecheck", 9, output.replace("nvjet_64x8", "attend"), may_put_aside=False)
+    assert ours["outcome"] == "findings"
+    assert (ours["of_others"], len(ours["found"])) == ([], 1)
 
 
 @pytest.mark.parametrize(
