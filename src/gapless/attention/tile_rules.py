@@ -154,9 +154,11 @@ def decode_tile(
         block_n, num_warps, num_stages = 64, 4, 4
     else:  # small programs balance best when there are many of them
         block_n, num_warps, num_stages = 32, *((2, 4) if num_programs < 8 * _ENOUGH_PROGRAMS else (1, 2))
-    num_stages = _num_stages(num_stages, rows, block_n, head_bytes, itemsize, shared_bytes)
-    if num_stages < 2:
-        return None
+    most = num_stages
+    while (num_stages := _num_stages(most, rows, block_n, head_bytes, itemsize, shared_bytes)) < 2:
+        if block_n <= _block_n(head_bytes):
+            return None
+        block_n, num_warps = block_n // 2, 4
     min_keys = max(block_n, _MIN_KEYS)
     num_splits = 1
     while (

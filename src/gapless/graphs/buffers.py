@@ -78,7 +78,8 @@ class InputViews:
     """The views of one bucket: ``tensors`` at fixed device addresses, ``shapes`` as plain tuples."""
 
     __slots__ = (
-        "are_kept", "fitting", "layout", "num_bytes", "shapes", "sizes", "staged", "tensors", "writers",
+        "are_kept", "fitting", "keep_padding", "layout", "num_bytes", "shapes", "sizes", "staged", "tensors",
+        "writers",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +99,9 @@ class InputViews:
         """What the first load of frozen arrays wrote, until it was seen that no forward writes there."""
         self.are_kept = False
         """It was seen."""
+        self.keep_padding: dict[str, bool] = {}
+        """By input that rows from the host are copied to: whether a forward leaves their padding alone, once
+        that was seen."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -377,13 +381,14 @@ class StaticInputs:
                 f"input {field.name!r} comes from the host in whole rows with a value for padding"
             )
         known = self._padded.pop(field.name, None)  # if the rows do not get there, nothing is known
+        end = room[0]
+        if known is not None and known.views is views and known.pad == pad and _keeps_padding(field, known):
+            end = known.start  # what the rows before left is overwritten; behind that lies their padding
         upload = self._uploads.get(field.name)
         if upload is None:
             rows.copy_to(target[:num_rows])
         else:
             upload.send(rows)
-        # What the rows before left is overwritten; behind that lies their padding.
-        end = known.start if known is not None and known.views is views and known.pad == pad else room[0]
         if num_rows < end:
             target[num_rows:end].fill_(pad)
         self._padded[field.name] = _Padded(views, num_rows, pad)
@@ -423,6 +428,19 @@ class _Padded(NamedTuple):
     views: InputViews
     start: int
     pad: int | float
+
+
+def _keeps_padding(field: InputField, known: _Padded) -> bool:
+    """Whether padding is still there, looked at once for each bucket and input: see ``_are_kept``."""
+    views = known.views
+    is_kept = views.keep_padding.get(field.name)
+    if is_kept is None:
+        padding = views.tensors[field.name][known.start :]
+        if not len(padding):
+            return True  # nothing to see, nothing to lose
+        is_kept = torch.equal(padding, torch.full_like(padding, known.pad))
+        views.keep_padding[field.name] = is_kept
+    return is_kept
 
 
 def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Value]], tuple[Any, ...]]:

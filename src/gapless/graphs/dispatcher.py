@@ -141,7 +141,8 @@ class Dispatcher:
             if len(self._found) >= _MAX_KEPT:
                 self._found.clear()
             found = self._found[question] = self._decide(shape, is_decode=is_decode)
-        self._last = lens, has_lora, uses_cascade, found
+        if type(lens) is tuple:  # a list may be another question the next time
+            self._last = lens, has_lora, uses_cascade, found
         return found
 
     def _decide(self, shape: BatchShape, *, is_decode: bool) -> Dispatch:

@@ -88,6 +88,10 @@ def to_rgb(image: Image.Image, *, limits: MediaLimits = DEFAULT_LIMITS, name: st
     _check_size(image.size, limits, name)
     turn = _TURNS.get(_orientation(image))
     try:
+        image.load()  # what the caller's own program has only opened
+    except _BROKEN as error:
+        raise RequestError(f"{name}: the image cannot be read ({_line(error)})") from None
+    try:
         rgb = _converted(image, name)
     except RequestError:
         raise

@@ -80,6 +80,7 @@ class Patches:
         steps, grid_h, grid_w = grid_thw
         patch, merge = settings.patch_size, settings.merge_size
         size = (grid_w * patch, grid_h * patch)
+        self._made: np.ndarray | None = None
         self._pictures = [_at_size(settings, picture, size) for picture in pictures]
         self._band_rows = settings.token_size
         self.normalisation = _normalisation(settings, len(pictures))
@@ -92,6 +93,9 @@ class Patches:
 
     def write(self, target: np.ndarray) -> None:
         """All of them into ``nbytes`` bytes that lie side by side."""
+        if self._made is not None:
+            target[...] = self._made.reshape(-1)
+            return
         rows = target.view(self._row).reshape(self._shape)
         steps, depth = self._shape[0], self._shape[-2]
         for index in range(steps * depth):
@@ -102,10 +106,14 @@ class Patches:
                 band[...] = np.frombuffer(pixels, self._row).reshape(band.shape)
 
     def array(self) -> np.ndarray:
-        """``[P, B]``, the caller's own memory."""
-        made = np.empty(self.nbytes, self.dtype)
-        self.write(made)
-        return made.reshape(self.shape)
+        """``[P, B]``, made once. It takes the place of the pictures: both would be more than twice its
+        bytes, for as long as a request lives."""
+        if self._made is None:
+            made = np.empty(self.nbytes, self.dtype)
+            self.write(made)
+            self._made = made.reshape(self.shape)
+            self._pictures.clear()
+        return self._made
 
 
 def _normalisation(settings: PixelSettings, num_frames: int) -> Normalisation:

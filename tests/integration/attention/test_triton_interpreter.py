@@ -251,16 +251,17 @@ def test_prefill_tiles_fit_the_hardware(
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_size", [32, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 8, 32])
-@pytest.mark.parametrize("kib", [99, 163, 227])
+@pytest.mark.parametrize("num_programs", [8, 256, 2048])
+@pytest.mark.parametrize("kib", [64, 99, 163, 227])
 def test_decode_tiles_fit_the_hardware(
-    group: int, head_size: int, itemsize: int, max_query_len: int, kib: int
+    group: int, head_size: int, itemsize: int, max_query_len: int, num_programs: int, kib: int
 ) -> None:
     size = {"group": group, "head_size": head_size, "itemsize": itemsize, "max_query_len": max_query_len}
-    tile = choose_decode(**size, shared_bytes=kib << 10)
+    tile = choose_decode(**size, num_programs=num_programs, shared_bytes=kib << 10)
+    group_pad, query_pad = (1 << (count - 1).bit_length() for count in (group, max_query_len))
     if tile is None:
-        assert max_query_len * group > 16, "only many rows are left to prefill tiles"
+        assert group_pad * query_pad > 16, "only many rows are left to prefill tiles"
         return
-    group_pad = 1 << (group - 1).bit_length()
     assert tile.block_q >= max_query_len
     assert_fits(tile.block_q * group_pad, tile.block_n, tile.num_stages, head_size, itemsize, kib)
 

@@ -428,6 +428,14 @@ def test_the_last_answer_is_for_the_same_question_only():
     assert dispatcher.dispatch(BatchShape(query_lens=lens)).descriptor != plain.descriptor
 
 
+def test_lengths_that_change_in_place_are_looked_at_again():
+    dispatcher, lens = dispatcher_of(GraphRequest()), [1, 1, 1]
+    shape = BatchShape(query_lens=lens)
+    assert dispatcher.dispatch(shape).phase is DECODE
+    lens[0] = 5
+    assert dispatcher.dispatch(shape).phase is PREFILL
+
+
 def test_two_dispatchers_of_one_plan_do_not_share_failures():
     plan = plan_of(GraphRequest())
     first, second = (Dispatcher.build(plan, max_reqs=MAX_REQS) for _ in range(2))

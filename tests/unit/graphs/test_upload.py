@@ -257,7 +257,8 @@ def test_padding_that_is_there_is_not_written_again_and_rows_that_failed_leave_n
     )
     inputs = inputs_with(field)
     views = inputs.views({"tokens": 6})
-    inputs.load_on_device(views, {"patches": raw_rows(4)[0]})
+    for _ in range(2):  # the second finds that padding stays
+        inputs.load_on_device(views, {"patches": raw_rows(4)[0]})
     views["patches"][5] = 9
     inputs.load_on_device(views, {"patches": raw_rows(2)[0]})
     assert views["patches"][2:, 0].tolist() == [0, 0, 0, 9]
@@ -271,6 +272,26 @@ def test_padding_that_is_there_is_not_written_again_and_rows_that_failed_leave_n
         inputs.load_on_device(views, {"patches": RawRows(parts, shape=(5, 5), finish=fail)})
     inputs.load_on_device(views, {"patches": raw_rows(1)[0]})
     assert not views["patches"][1:].any()
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 3), (6, 3, 2, 3), (3, 6, 2, 1), (1, 5, 2)], ids=str)
+def test_a_forward_that_writes_into_rows_from_the_host_gets_their_padding_anew(counts: tuple) -> None:
+    field = InputField(
+        name="patches", dims=("tokens", 5), dtype=torch.bfloat16, pad=0.3, on_device=True, from_host=True
+    )
+    inputs = inputs_with(field)
+    views, other = inputs.views({"tokens": 6}), inputs.views({"tokens": 4})
+    pad = torch.tensor(0.3, dtype=torch.bfloat16)
+    for number, count in enumerate(counts):
+        rows, expected = raw_rows(count, seed=number)
+        inputs.load_on_device(views, {"patches": rows})
+        assert torch.equal(views["patches"][:count], expected.bfloat16())
+        assert (views["patches"][count:] == pad).all()
+        views["patches"].add_(1)
+    for _ in range(3):  # in another bucket none does
+        inputs.load_on_device(other, {"patches": raw_rows(2)[0]})
+        assert (other["patches"][2:] == pad).all()
+    assert other.keep_padding == {"patches": True}
 
 
 def test_what_makes_values_is_made_once_for_equal_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import threading
 import tracemalloc
@@ -290,6 +291,20 @@ def test_the_callers_image_is_left_as_it_was():
     assert image.mode == "RGBA"
     plain = Image.new("RGB", (4, 4))
     assert to_rgb(plain) is plain, "megabytes need no copy that nobody writes to"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_an_opened_file_that_is_cut_short_and_a_closed_image_are_said_to_be_that(mode):
+    whole = saved(Image.fromarray(pixels(64, 64)).convert(mode), "PNG")
+    with (
+        Image.open(io.BytesIO(whole[: len(whole) // 2])) as image,
+        pytest.raises(RequestError, match=r"^image 2: the image cannot be read \(image file is truncated"),
+    ):
+        open_image(image, name="image 2")
+    closed = Image.new(mode, (4, 4))
+    closed.close()
+    with pytest.raises(RequestError, match=r"^image: the image cannot be read \(.* closed image\)"):
+        open_image(closed)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,14 @@ def test_patches_are_the_pixels_in_the_towers_order(num_frames: int, rows: int, 
     split = filled.reshape(steps, depth, rows, 2, 4, columns, 2, 4, 3)
     expected = split.transpose(0, 2, 5, 3, 6, 1, 4, 7, 8).reshape(steps * rows * columns * 4, -1)
     pictures = [Image.fromarray(frame) for frame in frames_FHWC]
-    patches = Patches(settings, pictures, (steps, 2 * rows, 2 * columns))
+    patches, again = (Patches(settings, pictures, (steps, 2 * rows, 2 * columns)) for _ in range(2))
     np.testing.assert_array_equal(patches.array(), expected)
     assert (patches.shape, patches.nbytes) == (expected.shape, expected.nbytes)
-    memory = np.full(patches.nbytes + 2, 7, np.uint8)
-    patches.write(memory[1:-1])
-    np.testing.assert_array_equal(memory[1:-1], expected.reshape(-1))
-    assert (memory[0], memory[-1]) == (7, 7)
+    for source in (again, patches):  # from pictures, and from what was made of them
+        memory = np.full(patches.nbytes + 2, 7, np.uint8)
+        source.write(memory[1:-1])
+        np.testing.assert_array_equal(memory[1:-1], expected.reshape(-1))
+        assert (memory[0], memory[-1]) == (7, 7)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -109,6 +111,16 @@ def test_a_picture_is_read_when_its_patches_are_needed(processor: Processor) -> 
     image.paste((1, 2, 3), (0, 0, 64, 64))
     np.testing.assert_array_equal(early.array_PC, before)
     assert (late.array_PC.reshape(-1, 3) == (1, 2, 3)).all()
+
+
+def test_a_picture_is_let_go_when_an_array_was_made_of_it(processor: Processor) -> None:
+    image = random_image(64, 64)
+    kept, late = weakref.ref(image), item_of(processor, image, reads_late=True)
+    del image
+    assert kept() is not None
+    late.content_hash  # noqa: B018 - reads the picture
+    assert kept() is None
+    assert patch_rows([late]).shape[0] == late.num_patches
 
 
 def test_frames_of_a_video_are_read_at_once(processor: Processor) -> None:
