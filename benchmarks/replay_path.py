@@ -5,10 +5,12 @@ all sizes are measured in rounds, a few turns of each per round, and every figur
 rounds; ``spread`` shows what lies around it (least, first and third quartile): a median far from the first
 quartile is noise of the host. In each round the first turns of a size find another size's batches in the
 slots of the staging ring and write more for it: they are ``switched``, and what comes behind is ``total``.
+Batches are what the engine builds (``engine_arrays``): how much a step writes depends on its block tables.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -19,7 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gapless import SamplingParams
 from gapless.engine.build import OpenedEngine
+from gapless.engine.inputs import BatchArrays, BatchBuilder
+from gapless.engine.request import Request, Sequence, make_sequences
+from gapless.engine.runner import ModelRunner
+from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.context import use_forward_context
 from gapless.graphs.program import EagerStep, Program
@@ -30,6 +37,8 @@ ROUNDS = 5
 SLOTS = 8
 """Of the staging ring: so many turns of a size have written to all of them."""
 PARTS = ("switched", "total", "dispatch", "fill", "launch")
+DECODE_TOKENS = 170
+"""Of each request of a decode step, its new one among them."""
 
 
 def replay_figures(opened: OpenedEngine, *, steps: int, cold_mib: int = 0) -> dict[str, dict[str, Any]]:
@@ -58,14 +67,19 @@ class ReplayPath:
     ) -> None:
         self._runner, self._descriptor, self._walked = runner, descriptor, walked
         self._dispatcher, self._device = opened.runner.dispatcher, runner.store.device
-        self._values, self._sizes = dict(runner.dummy(descriptor)), runner.sizes_of(descriptor)
-        self._decode_shape = BatchShape(query_lens=(1,) * descriptor.num_reqs)  # the same throughout a run
+        arrays = engine_arrays(opened.runner, descriptor)
+        # The dummy has what the builder does not make: which tokens are an image's (none).
+        dummy = runner.dummy(descriptor)
+        self._values = {name: arrays.values.get(name, value) for name, value in dummy.items()}
+        self._query_lens, num_reqs = arrays.query_lens, len(arrays.query_lens)
+        self._sizes = {"tokens": descriptor.num_tokens, "reqs": num_reqs, "rows": num_reqs}
+        self._decode_shape = BatchShape(query_lens=self._query_lens)  # the same throughout a run
         entry = runner.store.get(GraphKey(runner.phase, runner.strategy.runtime_mode, descriptor))
         assert entry is not None
         self._entry = entry
         self._launch = entry.program.launch or entry.program.replay  # as the runner does
         self._context = runner._bucket(descriptor).contexts[runner.strategy.runtime_mode]  # breaks read it
-        self._views = runner.inputs.views(self._sizes)
+        self._views = runner.inputs.views(runner.sizes_of(descriptor))
         self._took: dict[str, list[float]] = defaultdict(list)
 
     def take_turns(self, turns: int) -> None:
@@ -120,7 +134,65 @@ class ReplayPath:
             self._walked[::64] += 1
         if self._descriptor.uniform:
             return self._decode_shape
-        return BatchShape(query_lens=(self._descriptor.num_tokens,))
+        return BatchShape(query_lens=self._query_lens)
+
+
+def engine_arrays(runner: ModelRunner, descriptor: BatchDescriptor) -> BatchArrays:
+    """A batch that fills ``descriptor``, from the engine's own builder.
+
+    Decode: the second step of a run, its tokens unknown where steps overlap; every request has
+    ``DECODE_TOKENS``. Prefill: one prompt, or as many of the longest as so many tokens need.
+    """
+    builder = BatchBuilder(
+        block_size=runner.block_size,
+        max_num_reqs=runner.max_num_reqs,
+        max_num_tokens=runner.max_num_batched_tokens,
+        max_blocks=-(-runner.max_model_len // runner.block_size),
+        rope_axes=runner.graphs.rope_axes,
+    )
+    if descriptor.uniform:
+        last, num_outputs = min(DECODE_TOKENS, runner.max_model_len) - 1, 1 - runner.max_steps_ahead
+        sequences = [make_sequence(runner, last, num_outputs) for _ in range(descriptor.num_reqs)]
+        run = DecodeRun(num_steps_left=1)
+        first, second = (
+            tuple(scheduled(runner, sequence, start=start, num_new_tokens=1) for sequence in sequences)
+            for start in (last - 1, last)
+        )
+        builder.build(ScheduledBatch(step_id=0, entries=first, run=run))
+        return builder.build(ScheduledBatch(step_id=1, entries=second, run=run))
+    full, rest = divmod(descriptor.num_tokens, runner.max_model_len)
+    lens = [runner.max_model_len] * full + [rest] * (rest > 0)
+    entries = tuple(scheduled(runner, make_sequence(runner, n), start=0, num_new_tokens=n) for n in lens)
+    return builder.build(ScheduledBatch(step_id=0, entries=entries))
+
+
+def make_sequence(runner: ModelRunner, num_prompt_tokens: int, num_output_tokens: int = 0) -> Sequence:
+    request = Request(
+        request_id="timed",
+        prompt=None,
+        prompt_token_ids=tuple(index % runner.vocab_size for index in range(num_prompt_tokens)),
+        params=SamplingParams(temperature=0.0),
+        max_total_tokens=runner.max_model_len,
+    )
+    (sequence,) = make_sequences(request, base_seed=0)
+    sequence.token_ids.extend([0] * num_output_tokens)
+    return sequence
+
+
+def scheduled(
+    runner: ModelRunner, sequence: Sequence, *, start: int, num_new_tokens: int
+) -> ScheduledSequence:
+    """Its blocks come from no allocator: they are those of every other sequence too."""
+    num_blocks = -(-(start + num_new_tokens) // runner.block_size)
+    blocks = itertools.islice(itertools.cycle(range(1, runner.num_blocks)), num_blocks)
+    return ScheduledSequence(
+        sequence=sequence,
+        start=start,
+        num_new_tokens=num_new_tokens,
+        samples=True,
+        generation=sequence.generation,
+        block_table=list(blocks),
+    )
 
 
 def spread(samples: Iterable[float]) -> dict[str, float]:

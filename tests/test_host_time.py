@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gapless.graphs.batch import BatchDescriptor
 from loaded_scripts import load_script
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "host_time.py"
@@ -139,6 +140,39 @@ def test_sizes_of_replays_are_measured_in_turns_and_no_step_is_lost(monkeypatch:
 def test_the_spread_of_one_and_of_many_samples() -> None:
     assert replay_path.spread([3.04]) == {"min": 3.0, "p25": 3.0, "p75": 3.0}
     assert replay_path.spread(range(100, -1, -1)) == {"min": 0, "p25": 25, "p75": 75}
+
+
+def runner_with(**others: int) -> SimpleNamespace:
+    sizes = {"block_size": 16, "num_blocks": 40, "max_num_reqs": 8, "max_num_batched_tokens": 1024}
+    facts = sizes | {"max_model_len": 512, "vocab_size": 97, "max_steps_ahead": 1} | others
+    return SimpleNamespace(graphs=SimpleNamespace(rope_axes=1), **facts)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 512, 700])
+def test_a_prefill_size_is_timed_with_whole_prompts_and_their_whole_tables(num_tokens: int) -> None:
+    runner = runner_with()
+    arrays = replay_path.engine_arrays(runner, BatchDescriptor(num_tokens=num_tokens, num_reqs=8))
+    assert arrays.query_lens == ((num_tokens,) if num_tokens <= 512 else (512, num_tokens - 512))
+    assert arrays.values["seq_lens"].tolist() == list(arrays.query_lens)
+    assert len(arrays.values["input_ids"]) == len(arrays.values["slot_mapping"]) == num_tokens
+    table = arrays.values["block_table"]
+    assert table.shape == (len(arrays.query_lens), -(-min(num_tokens, 512) // 16))
+    assert table[0].all()
+    assert (table < runner.num_blocks).all()
+
+
+@pytest.mark.parametrize(("max_steps_ahead", "max_model_len", "num_tokens"), [(1, 512, 170), (0, 64, 64)])
+def test_a_decode_size_is_timed_with_requests_in_the_middle_of_a_run(
+    max_steps_ahead: int, max_model_len: int, num_tokens: int
+) -> None:
+    runner = runner_with(max_steps_ahead=max_steps_ahead, max_model_len=max_model_len)
+    descriptor = BatchDescriptor(num_tokens=3, num_reqs=3, uniform=True)
+    arrays = replay_path.engine_arrays(runner, descriptor)
+    assert arrays.query_lens == (1, 1, 1)
+    assert arrays.values["seq_lens"].tolist() == [num_tokens] * 3
+    assert arrays.values["block_table"].shape == (3, -(-num_tokens // 16))
+    assert arrays.has_unknown == (max_steps_ahead == 1)
+    assert len(arrays.values["drawn_rows"]) == 3 * max_steps_ahead
 
 
 @pytest.mark.parametrize("prefill", ["full", "breakable"])
