@@ -30,7 +30,7 @@ class Machine:
         """By event: the stream of its last record."""
         self.stream = STREAMS[0]
         self.arrived: list[bytes] = []
-        self.error = self.num_records = self.num_waits = 0
+        self.error = self.mark_error = self.num_records = self.num_waits = 0
 
         def copy(target: int, source: int, size: int, kind: int, stream: int | None) -> int:
             assert (target, kind) == (0x7E00_0000_0040, 1)
@@ -40,9 +40,11 @@ class Machine:
 
         def record(event: int, stream: int | None) -> int:
             self.num_records += 1
-            self.marks[event] = stream or 0
-            self.queues[stream or 0].append(("mark", event))
-            return 0
+            if not self.mark_error:
+                self.marks[event] = stream or 0
+            if not self.mark_error:
+                self.queues[stream or 0].append(("mark", event))
+            return self.mark_error
 
         pointer, number = ctypes.c_void_p, ctypes.c_int
         self._callbacks = (
@@ -67,6 +69,13 @@ class Machine:
                 self.arrived.append(ctypes.string_at(address, int(what.split()[1])))
         del queue[: last + 1]
 
+    def wait_for_all(self, device: object) -> None:
+        for queue in self.queues.values():
+            self.arrived += [
+                ctypes.string_at(address, int(what.split()[1])) for what, address in queue if what != "mark"
+            ]
+            queue.clear()
+
     @property
     def sources(self) -> set[int]:
         """Addresses that copies are still to read."""
@@ -88,7 +97,9 @@ def make_ring(machine: Machine, patch: pytest.MonkeyPatch) -> PinnedRing:
     fake_torch = SimpleNamespace(
         empty=lambda size, dtype, pin_memory: torch.empty(size, dtype=dtype),
         uint8=torch.uint8,
-        cuda=SimpleNamespace(Event=Event, current_stream=lambda device: None),
+        cuda=SimpleNamespace(
+            Event=Event, current_stream=lambda device: None, synchronize=machine.wait_for_all
+        ),
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: machine.stream),
     )
     patch.setattr(pinned, "torch", fake_torch)
@@ -141,6 +152,18 @@ def test_one_stream_takes_an_event_for_every_fourth_copy(monkeypatch: pytest.Mon
     assert slots == [*range(8), *range(8), 0]
     assert (machine.num_records, machine.num_waits) == (4, 5)
     assert len(machine.arrived) == 12, "the last four copies before it are not waited for"
+
+
+def test_a_ring_whose_stream_has_gone_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    ring = make_ring(machine, monkeypatch)
+    for _ in range(3):
+        ring.acquire()
+        ring.submit(8)
+    machine.mark_error = 400
+    ring.__del__()
+    assert (len(machine.arrived), machine.sources) == (3, set())
+    machine.mark_error = 0
 
 
 def test_slots_do_not_overlap_and_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,10 +137,14 @@ class PinnedRing:
             raise _failure(error, num_bytes, self._device)
 
     def __del__(self) -> None:
-        if hasattr(self, "_next"):  # as in PinnedSlot
+        if not hasattr(self, "_next"):  # as in PinnedSlot
+            return
+        try:
             self._mark()
-            self._wait(0)
-            self._wait(1)
+        except RuntimeError:  # its stream has gone, whose copies may not have
+            torch.cuda.synchronize(self._device)
+        self._wait(0)
+        self._wait(1)
 
     def _turn(self, stream: int) -> None:
         """Leave this half for the other one."""
