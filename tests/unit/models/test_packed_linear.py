@@ -18,6 +18,30 @@ from gapless.models.packed_linear import PackedWeight, can_pack, packed_linear
 if not can_pack(torch.empty(4, 4)):
     pytest.skip("this PyTorch has no oneDNN packing", allow_module_level=True)
 
+
+@pytest.fixture(params=[1, 4], autouse=True)
+def fewest_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Few rows as they are, as on Intel's CPUs, and padded, as on others."""
+    monkeypatch.setattr(module, "_fewest_rows", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("processor", "fewest"), [("Intel64 Family 6 Model 143, GenuineIntel", 1), ("AMD64, AuthenticAMD", 4)]
+)
+def test_the_cpu_decides_whether_few_rows_are_padded(
+    processor: str, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the fixture above
+    monkeypatch.setattr(module.platform, "processor", lambda: processor)
+    monkeypatch.setattr("builtins.open", _no_such_file)
+    assert module._fewest_rows.__wrapped__() == fewest
+
+
+def _no_such_file(*args: object, **options: object) -> None:
+    raise FileNotFoundError
+
+
 SHAPES = [(24, 16), (16, 24), (96, 64), (1, 8), (8, 1), (33, 17), (960, 576)]
 
 
