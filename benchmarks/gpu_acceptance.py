@@ -61,6 +61,10 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    import torch
+
+    if args.device == "auto" and not torch.cuda.is_available():
+        parser.error("this takes a CUDA GPU; with --device cpu it runs all the same, for many minutes")
     result: dict[str, Any] = {"benchmark": "gpu_acceptance", "meta": metadata(), "ok": True}
     if args.smollm2 and "smollm2" in args.parts:
         result["smollm2"] = [

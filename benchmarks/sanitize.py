@@ -48,7 +48,7 @@ LEFT_OUT = re.compile(
     r"|4096|2049|26214|151936"
 )
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-REPORT = re.compile(r"========= (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target application|Saved host)\S")
+REPORT = re.compile(r"(?<!=)========= (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target application|Saved host)\S")
 CLEAN = ("clean", "clean but for what is put aside")
 
 
@@ -183,7 +183,7 @@ def judge(tool: str, code: int | None, output: str, *, may_put_aside: bool) -> d
     of_others = [race for race in races if race.offsets is not None and not codes[race.kernel]]
     aside = hand_overs + of_others
     outcome = outcome_of(code, output, put_aside=len(aside))
-    lines = [line[line.index("=========") :] for line in output.splitlines() if "=========" in line]
+    lines = [line for line in output.splitlines() if REPORT.search(line)]
     shown = reports(race for race in races if race not in aside) or lines[:60] or output.splitlines()[-20:]
     return {
         "outcome": outcome,

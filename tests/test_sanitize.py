@@ -195,6 +195,7 @@ def test_kernels_of_libraries_are_listed_apart(monkeypatch: pytest.MonkeyPatch) 
     ("output", "outcome"),
     [
         ("========= COMPUTE-SANITIZER\n..", "timed out"),
+        ("========= COMPUTE-SANITIZER\n============ test session starts ============\n..", "timed out"),
         (
             "========= COMPUTE-SANITIZER\n..========= Invalid __global__ read of size 4",
             "timed out with findings",

@@ -41,8 +41,8 @@ def describe_run(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def command_text(argv: Sequence[str]) -> str:
-    """The command line with every path cut to its last part."""
-    return " ".join(word if "/" not in word else _cut(word) for word in argv)
+    """The command line with every path cut to its last part; addresses of servers stay."""
+    return " ".join(word if "/" not in word or "://" in word else _cut(word) for word in argv)
 
 
 def package_version(name: str) -> str | None:

@@ -108,6 +108,7 @@ def test_unknown_strategies_are_refused_with_the_known_ones() -> None:
         (["gapless", "bench", "latency"], "gapless bench latency"),
         (["/opt/x/gapless", "--model", "/data/m/qwen3-0.6b"], "gapless --model qwen3-0.6b"),
         (["gapless", "--output=/tmp/x.json", "--prefill", "1,2"], "gapless --output=x.json --prefill 1,2"),
+        (["gapless", "--base-url", "https://host:8/v1"], "gapless --base-url https://host:8/v1"),
     ],
 )
 def test_commands_name_no_folders(argv: list[str], text: str) -> None:
