@@ -1,10 +1,11 @@
 """Tile shapes and numbers of splits of the attention kernels, as rules of shapes alone.
 
 No autotuner: nothing may be compiled, timed or synchronised while a stream is capturing, and a bucket must
-launch the same way every time. The rules come from sweeps on one H200 (``benchmarks/attention_kernels.py``).
-Invariant: whatever a rule says fits in ``shared_bytes``, what a program may have of a multiprocessor's shared
-memory; a GPU with less than Hopper's gets fewer stages or smaller tiles. Used by ``triton_paged.py`` and
-``triton_varlen.py``.
+launch the same way every time. The rules come from sweeps on one H200 (``attention_kernels.py``,
+``decode_tiles.py`` and ``encoder_kernels.py`` of ``benchmarks/``). Invariant: whatever a rule says fits in
+``shared_bytes``, what a program may have of a multiprocessor's shared memory; a GPU with less than Hopper's
+gets fewer stages or smaller tiles. Encoder tiles are the same on all, and fit in 99 KiB. Used by
+``triton_paged.py`` and ``triton_varlen.py``.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def hopper_tile(
 @functools.lru_cache(maxsize=4096)
 def encoder_tile(*, num_heads: int, num_rows: int, max_len: int, itemsize: int) -> EncoderTile:
     """Few rows against few keys at a time, of which two programs run on a multiprocessor: one's softmax goes
-    beside the other's products. Many rows against twice as many keys, whose loads are then longer."""
+    beside the other's products. Many rows against twice as many keys, which was measured to be quicker."""
     is_wide = itemsize > 2
     is_small = is_wide or max_len <= 64 or num_rows * num_heads <= _FEW_ENCODER_ROWS
     return EncoderTile(

@@ -8,9 +8,10 @@ directly.
 
 Scratch is written before it is read in every launch, and nothing persists between launches. An early launch
 (``kernels/jit.py``) calls the keys of earlier steps into the second-level cache while the kernel ahead, which
-makes this step's, still runs: memory would be idle then. Shapes: B
-requests, P packs of query heads (the heads of a key/value head), M rows of a query tile, S splits, N keys of
-a tile, D head size padded to a power of 2.
+makes this step's, still runs: memory would be idle then.
+
+Shapes: B requests, P packs of query heads (the heads of a key/value head), M rows of a query tile, S splits,
+N keys of a tile, D head size padded to a power of 2.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _FIRST: Mapping[Any, int] = {
 }
 """Products, and which of their arguments is the left factor; the right one follows."""
 _HARMLESS = {"use_gelu"}
-"""Options without which a layer's product would not be one."""
+"""Options that change what a product holds, but not its shape."""
 
 
 class ProductsLeftOut(TorchDispatchMode):

@@ -72,8 +72,8 @@ def packed_linear(hidden_TI: Tensor, handle: int, out_features: int) -> Tensor:
 @functools.cache
 def _fewest_rows() -> int:
     """The fewest rows that are multiplied as they are; a few are padded to ``_MANY_ROWS`` where that is
-    faster: 35 against 43 ms on an EPYC, but 24 against 21 on a Xeon of Intel's (all products of SmolLM2-135M,
-    one row)."""
+    faster: on an EPYC (35 against 43 ms for all products of SmolLM2-135M, one row), and not on a Xeon of
+    Intel's (``docs/log.md``)."""
     return 1 if _is_intel() else _MANY_ROWS
 
 

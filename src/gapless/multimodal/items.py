@@ -76,17 +76,12 @@ class MediaItem:
         digest.update(patches_PC.data)
         return digest.digest()
 
-    @functools.cached_property
+    @property
     def array_PC(self) -> np.ndarray:
         """``patches_PC`` as an array."""
         import numpy as np
 
         return self.patches_PC if isinstance(self.patches_PC, np.ndarray) else self.patches_PC.array()
-
-    def source_PC(self) -> np.ndarray | Patches:
-        """``patches_PC``, as an array only where that exists: for who writes them elsewhere."""
-        made: np.ndarray | None = vars(self).get("array_PC")
-        return self.patches_PC if made is None else made
 
     @property
     def num_tokens(self) -> int:

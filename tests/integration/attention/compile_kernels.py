@@ -81,6 +81,7 @@ def main() -> None:
     if "--ada" in sys.argv:
         for shape in ((4, 128, torch.bfloat16), (2, 256, torch.bfloat16), (1, 128, torch.float32)):
             compile_paged(*shape, 89, shared_bytes=99 << 10)
+        compile_encoder_kernels([(128, 8192, 8)], capability=89)
         return
     write = {"NUM_KV_HEADS": 3, "HEAD_SIZE": 40, "BLOCK_SIZE": 16, "ROW_PAD": 128}
     print(compile_kernel(triton_kernels.write_kv_kernel, torch.bfloat16, write, {}))
@@ -173,19 +174,20 @@ def compile_hopper_kernel(shapes: list[tuple[int, int, int]]) -> None:
         print(compile_kernel(kernel, torch.bfloat16, constants, options, source_type=GluonASTSource))
 
 
-def compile_encoder_kernels(shapes: list[tuple[int, int, int]]) -> None:
+def compile_encoder_kernels(shapes: list[tuple[int, int, int]], *, capability: int = 90) -> None:
     """``shapes``: head sizes, rows of 16 heads, and what all strides are multiples of."""
     for head_size, num_rows, unit in shapes:
         tile = encoder_tile(num_heads=16, num_rows=num_rows, max_len=num_rows, itemsize=2)
         constants = triton_varlen.kernel_constants(
             head_size, tile, torch.bfloat16, unit, is_aligned=unit == 8
         )
-        constants["EARLY"] = True
+        constants["EARLY"] = capability >= 90
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         kernel = triton_varlen.varlen_attention_kernel
         heads = tuple(name for name in kernel.arg_names if name.endswith("_stride_h"))
         is_even = head_size // unit % 16 == 0
-        print(compile_kernel(kernel, torch.bfloat16, constants, options, unaligned=() if is_even else heads))
+        unaligned = () if is_even else heads
+        print(compile_kernel(kernel, torch.bfloat16, constants, options, unaligned, capability=capability))
 
 
 if __name__ == "__main__":

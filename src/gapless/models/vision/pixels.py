@@ -25,7 +25,7 @@ def patch_rows(items: Sequence[MediaItem]) -> HostRows | RawRows:
     """``[P, C]``: the patches of ``items``, one behind the other."""
     first = items[0].normalisation
     if first is not None and len(items) == 1:
-        patches_PB = items[0].source_PC()
+        patches_PB = items[0].patches_PC
         num_patches, num_bytes = patches_PB.shape
         shape = (num_patches, num_bytes * first.num_repeats)
         return RawRows((patches_PB,), shape=shape, finish=_Finish(((first, num_patches),)))
@@ -38,7 +38,7 @@ def patch_rows(items: Sequence[MediaItem]) -> HostRows | RawRows:
     )
     width = items[0].patches_PC.shape[1] * first.num_repeats
     shape = (sum(num_patches for _, num_patches in runs), width)
-    return RawRows([item.source_PC() for item in items], shape=shape, finish=_Finish(runs))
+    return RawRows([item.patches_PC for item in items], shape=shape, finish=_Finish(runs))
 
 
 def _normalisation_of(item: MediaItem) -> Normalisation:
