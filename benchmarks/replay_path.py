@@ -69,8 +69,8 @@ class ReplayPath:
         self._dispatcher, self._device = opened.runner.dispatcher, runner.store.device
         arrays = engine_arrays(opened.runner, descriptor)
         # The dummy has what the builder does not make: which tokens are an image's (none).
-        dummy = runner.dummy(descriptor)
-        self._values = {name: arrays.values.get(name, value) for name, value in dummy.items()}
+        own = opened.runner.graphs.inputs_of(runner, arrays.values)
+        self._values = {**runner.dummy(descriptor), **own}
         self._query_lens, num_reqs = arrays.query_lens, len(arrays.query_lens)
         self._sizes = {"tokens": descriptor.num_tokens, "reqs": num_reqs, "rows": num_reqs}
         self._decode_shape = BatchShape(query_lens=self._query_lens)  # the same throughout a run
@@ -149,6 +149,7 @@ def engine_arrays(runner: ModelRunner, descriptor: BatchDescriptor) -> BatchArra
         max_num_tokens=runner.max_num_batched_tokens,
         max_blocks=-(-runner.max_model_len // runner.block_size),
         rope_axes=runner.graphs.rope_axes,
+        makes_slots=runner.graphs.makes_slots,
     )
     if descriptor.uniform:
         last, num_outputs = min(DECODE_TOKENS, runner.max_model_len) - 1, 1 - runner.max_steps_ahead

@@ -145,7 +145,7 @@ def test_the_spread_of_one_and_of_many_samples() -> None:
 def runner_with(**others: int) -> SimpleNamespace:
     sizes = {"block_size": 16, "num_blocks": 40, "max_num_reqs": 8, "max_num_batched_tokens": 1024}
     facts = sizes | {"max_model_len": 512, "vocab_size": 97, "max_steps_ahead": 1} | others
-    return SimpleNamespace(graphs=SimpleNamespace(rope_axes=1), **facts)
+    return SimpleNamespace(graphs=SimpleNamespace(rope_axes=1, makes_slots=False), **facts)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 512, 700])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
 from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trace_tokens
-from gapless.engine.inputs import NO_DRAWN_ROWS, hidden_field, token_fields
+from gapless.engine.inputs import NO_DRAWN_ROWS, PACKED_TABLES, hidden_field, select_inputs, token_fields
 from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputField, InputViews, StaticInputs
@@ -29,6 +29,7 @@ from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
 from gapless.kernels.head import finish_greedy
 from gapless.kernels.sample import MAX_VOCAB_SIZE, draw_tokens
+from gapless.kernels.step_arrays import write_step_arrays
 from gapless.models.base import CausalModel
 from gapless.sampling.sampler import sample, sample_unfiltered
 
@@ -87,6 +88,8 @@ class GraphSet:
             self.media = MediaBuffers(
                 model.info, max_num_tokens=limits.max_num_tokens, torch_device=store.device.torch_device
             )
+        self.makes_slots = self._makes_slots(prefill)
+        """Whether prefill graphs make positions, slots and block tables themselves."""
         self._hidden = OutputField(
             name="hidden", dim="tokens", row_shape=(model.info.hidden_size,), dtype=model.info.dtype
         )
@@ -157,7 +160,8 @@ class GraphSet:
         """Hidden states of every token. Breakable: the layers alone, embeddings made eagerly before."""
         info, model = self._model.info, self._model
         media = self.media if phase is Phase.PREFILL else None
-        fields = self._token_fields(has_media=media is not None)
+        makes_slots = self.makes_slots and phase is Phase.PREFILL
+        fields = self._token_fields(has_media=media is not None, makes_slots=makes_slots)
         prologue: Callable[[InputViews, Mapping[str, int]], Mapping[str, Tensor]] | None = None
         if strategy is Strategy.BREAKABLE:
             fields = (*fields, hidden_field(hidden_size=info.hidden_size, dtype=info.dtype))
@@ -183,6 +187,8 @@ class GraphSet:
         else:
 
             def fn(views: InputViews) -> tuple[Tensor, ...]:
+                if makes_slots:
+                    self._write_step_arrays(views)
                 return (self._hidden_states(views, phase),)
 
         return self._token_runner(
@@ -277,13 +283,39 @@ class GraphSet:
         """``[R, E] -> [R, V]`` float32 logits outside every graph, in memory of their own."""
         return self._model.head(hidden_RE)
 
-    def _token_fields(self, *, has_media: bool = False) -> tuple[InputField, ...]:
+    def inputs_of(self, runner: GraphRunner, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """What ``runner`` is loaded with: the arrays of a step, but for one of single tokens that a prefill
+        graph serves."""
+        if self.makes_slots and runner is self.prefill and PACKED_TABLES not in values:
+            return select_inputs(values, runner.inputs)
+        return values
+
+    def _makes_slots(self, prefill: Strategy) -> bool:
+        """Only where one graph holds all from the first kernel on. Positions of several axes come from the
+        host anyway, and traced code does not see block tables."""
+        if prefill is not Strategy.FULL or self.compiled.prefill is not None or self.media is not None:
+            return False
+        return self._model.has_fused_kernels and self.rope_axes == 1
+
+    def _write_step_arrays(self, views: InputViews) -> None:
+        write_step_arrays(
+            views["query_start_loc"],
+            views["seq_lens"],
+            views[PACKED_TABLES].view(-1),
+            views["positions"],
+            views["slot_mapping"],
+            views["block_table"],
+            self.limits.block_size,
+        )
+
+    def _token_fields(self, *, has_media: bool = False, makes_slots: bool = False) -> tuple[InputField, ...]:
         return token_fields(
             max_blocks=self.limits.max_blocks,
             vocab_size=self.vocab_size,
             max_num_reqs=self.limits.max_num_reqs,
             rope_axes=self.rope_axes,
             has_media=has_media,
+            makes_slots=makes_slots,
         )
 
     def _positions(self, views: InputViews) -> Tensor:
@@ -374,13 +406,8 @@ class GraphSet:
             "slot_mapping": positions % self.limits.block_size,
             "query_start_loc": query_start_loc,
             "seq_lens": lens,
-            "block_table": np.zeros((len(lens), 1), dtype=np.int32),
+            "block_table": np.zeros((len(lens), -(-lens.max() // self.limits.block_size)), dtype=np.int32),
         }
-
-
-def select_inputs(values: Mapping[str, np.ndarray], inputs: StaticInputs) -> dict[str, np.ndarray]:
-    """Those among ``values`` that ``inputs`` has on the host."""
-    return {f.name: values[f.name] for f in inputs.fields if not f.on_device}
 
 
 INVALID_TOKEN = -1

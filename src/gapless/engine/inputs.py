@@ -3,12 +3,14 @@
 No loop over tokens: one pass over requests, the rest is numpy. Block tables are mirrored in one host array, a
 row per sequence, extended by the blocks that are new since the sequence was last seen; a preempted sequence
 (its generation changed) starts over. A decode step over the sequences of the step before is made of that
-one's arrays; invariant: they equal what building it anew would give. What the arrays mean:
+one's arrays; invariant: they equal what building it anew would give. Where prefill graphs make positions and
+slots themselves (``GraphSet.makes_slots``), steps of prompts bring what these take. What the arrays mean:
 ``attention/base.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,15 +21,23 @@ from gapless.attention.base import SINK_BLOCK
 from gapless.engine.request import Sequence
 from gapless.engine.rope_inputs import rope_positions
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
-from gapless.graphs.buffers import InputField
+from gapless.graphs.buffers import InputField, StaticInputs
 from gapless.graphs.frozen_arrays import frozen
 
 NO_DRAWN_ROWS = frozen(np.zeros(0, dtype=np.int32))
 """``drawn_rows`` of a batch whose tokens are all known; frozen, so that it is looked at once."""
 
+PACKED_TABLES = "packed_tables"
+
 
 def token_fields(
-    *, max_blocks: int, vocab_size: int, max_num_reqs: int, rope_axes: int = 1, has_media: bool = False
+    *,
+    max_blocks: int,
+    vocab_size: int,
+    max_num_reqs: int,
+    rope_axes: int = 1,
+    has_media: bool = False,
+    makes_slots: bool = False,
 ) -> tuple[InputField, ...]:
     """The static inputs of a forward pass over ``tokens`` tokens of ``reqs`` requests (all int32).
 
@@ -35,21 +45,37 @@ def token_fields(
     drew; ``max_num_reqs``, a row that always holds 0, where the host knows it. That is the padding too, so a
     batch whose tokens are all known has none of these rows. ``rope_positions``, with
     several axes: what the model rotates by (``positions`` are indices). ``is_media``, with ``has_media``: 1
-    where an encoder's row takes the place of the token's embedding.
+    where an encoder's row takes the place of the token's embedding. ``packed_tables``, with ``makes_slots``:
+    what the forward makes positions, slots and block tables of (``kernels/step_arrays.py``); in two
+    dimensions, so that only as much of it is staged as there is.
     """
     rope = InputField(name="rope_positions", dims=(rope_axes, "tokens"), pad=0, poison=1)
+    packed = InputField(name=PACKED_TABLES, dims=(1, f"{max_blocks}*reqs"), pad=SINK_BLOCK, by_column=True)
     is_media = InputField(name="is_media", dims=("tokens",), pad=0, poison=1)
     return (
         InputField(name="input_ids", dims=("tokens",), pad=0, poison=vocab_size - 1),
         InputField(name="drawn_rows", dims=("tokens",), pad=max_num_reqs),
-        InputField(name="positions", dims=("tokens",), pad=0, poison=1),
+        InputField(
+            name="positions", dims=("tokens",), pad=0, poison=None if makes_slots else 1, is_made=makes_slots
+        ),
         *((rope,) if rope_axes > 1 else ()),
         *((is_media,) if has_media else ()),
-        InputField(name="slot_mapping", dims=("tokens",), pad=SINK_BLOCK),
+        InputField(name="slot_mapping", dims=("tokens",), pad=SINK_BLOCK, is_made=makes_slots),
         InputField(name="query_start_loc", dims=("reqs+1",), pad="last"),
         InputField(name="seq_lens", dims=("reqs",), pad=0),
-        InputField(name="block_table", dims=("reqs", max_blocks), pad=SINK_BLOCK, by_column=True),
+        InputField(
+            name="block_table", dims=("reqs", max_blocks), pad=SINK_BLOCK, by_column=True, is_made=makes_slots
+        ),
+        *((packed,) if makes_slots else ()),
     )
+
+
+def select_inputs(values: Mapping[str, np.ndarray], inputs: StaticInputs) -> dict[str, np.ndarray]:
+    """Those among ``values`` that ``inputs`` has on the host; ``packed_tables`` is the block table's rows."""
+    return {
+        name: values["block_table"].reshape(1, -1) if name == PACKED_TABLES else values[name]
+        for name in inputs.host_names
+    }
 
 
 def hidden_field(*, hidden_size: int, dtype: torch.dtype) -> InputField:
@@ -61,8 +87,9 @@ def hidden_field(*, hidden_size: int, dtype: torch.dtype) -> InputField:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchArrays:
-    """``values``: one array per field of ``token_fields``; ``sampled_rows``: token rows a token is drawn
-    from; ``has_unknown``: some input token is known to the device only."""
+    """``values``: arrays by field of ``token_fields``, the block table as wide as the longest request needs;
+    ``sampled_rows``: token rows a token is drawn from; ``has_unknown``: some input token is known to the
+    device only."""
 
     values: dict[str, np.ndarray]
     query_lens: tuple[int, ...]
@@ -82,9 +109,12 @@ class BatchBuilder:
         max_num_tokens: int,
         max_blocks: int,
         rope_axes: int = 1,
+        makes_slots: bool = False,
     ) -> None:
+        """``makes_slots``: of the graphs that serve steps with more tokens than requests, which are built for
+        these (and other steps as for any graph)."""
         self._block_size, self._max_num_reqs = block_size, max_num_reqs
-        self._rope_axes = rope_axes
+        self._rope_axes, self._makes_slots = rope_axes, makes_slots
         self._drawn: dict[
             Sequence, int
         ] = {}  # sequence → row of the token that the last step built drew for it
@@ -124,12 +154,18 @@ class BatchBuilder:
         query_start_loc = np.zeros(len(entries) + 1, dtype=np.int32)
         np.cumsum(lens, out=query_start_loc[1:])
         num_tokens = int(query_start_loc[-1])
+        seq_lens = starts + lens
+        table = self._tables[rows, : int((seq_lens - 1).max()) // self._block_size + 1]
         if num_tokens == len(entries):
-            positions, table_rows = starts, rows
+            places = _places(starts, self._slots(rows, starts), table)
             input_ids = np.fromiter((_first_token(e) for e in entries), dtype=np.int32, count=num_tokens)
         else:
-            positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - query_start_loc[:-1], lens)
-            table_rows = np.repeat(rows, lens)
+            if self._makes_slots:
+                places = {PACKED_TABLES: table.reshape(1, -1)}
+            else:
+                offsets = np.repeat(starts - query_start_loc[:-1], lens)
+                positions = np.arange(num_tokens, dtype=np.int32) + offsets
+                places = _places(positions, self._slots(np.repeat(rows, lens), positions), table)
             input_ids = np.zeros(num_tokens, dtype=np.int32)
             for first, entry in zip(query_start_loc.tolist(), entries, strict=False):
                 known = _known_tokens(entry)
@@ -141,17 +177,13 @@ class BatchBuilder:
             for i, entry in unknown:
                 drawn_rows[query_start_loc[i + 1] - 1] = self._drawn[entry.sequence]
         samples = np.fromiter((e.samples for e in entries), dtype=np.bool_, count=len(entries))
-        seq_lens = starts + lens
-        widest = int((seq_lens - 1).max()) // self._block_size + 1
         return BatchArrays(
             values={
                 "input_ids": input_ids,
                 "drawn_rows": drawn_rows,
-                "positions": positions,
-                "slot_mapping": self._slots(table_rows, positions),
                 "query_start_loc": query_start_loc,
                 "seq_lens": seq_lens,
-                "block_table": self._tables[rows, :widest],
+                **places,
             },
             query_lens=tuple(lens.tolist()),
             sampled_rows=query_start_loc[1:][samples] - 1,
@@ -164,11 +196,17 @@ class BatchBuilder:
         start, num_tokens, row = entry.start, entry.num_new_tokens, int(rows[0])
         end, block_size = start + num_tokens, self._block_size
         first, widest = start // block_size, (end - 1) // block_size + 1
-        slots_BS = self._tables[row, first:widest, None] * block_size + self._count[:block_size]
         chunk = self._chunks.get((start, num_tokens)) or self._make_chunk(start, num_tokens)
         positions, seq_lens, drawn_rows = chunk.positions, chunk.seq_lens, NO_DRAWN_ROWS
         if num_tokens == 1:  # the step after it may go on from these in place
             positions, seq_lens = positions.copy(), seq_lens.copy()
+        table = self._tables[row : row + 1, :widest]
+        if num_tokens > 1 and self._makes_slots:
+            places = {PACKED_TABLES: table}
+        else:
+            slots_BS = self._tables[row, first:widest, None] * block_size + self._count[:block_size]
+            slots = slots_BS.ravel()[start - first * block_size :][:num_tokens]
+            places = _places(positions, slots, table)
         input_ids = _known_tokens(entry)
         has_unknown = len(input_ids) < num_tokens
         if has_unknown:
@@ -179,11 +217,9 @@ class BatchBuilder:
             values={
                 "input_ids": input_ids,
                 "drawn_rows": drawn_rows,
-                "positions": positions,
-                "slot_mapping": slots_BS.ravel()[start - first * block_size :][:num_tokens],
                 "query_start_loc": chunk.query_start_loc,
                 "seq_lens": seq_lens,
-                "block_table": self._tables[row : row + 1, :widest],
+                **places,
             },
             query_lens=(num_tokens,),
             sampled_rows=np.array((num_tokens - 1,) if entry.samples else (), dtype=np.int32),
@@ -278,6 +314,10 @@ class BatchBuilder:
             used = {row.index for row in self._rows.values()}
             self._free_rows = [row for row in range(self._max_num_reqs - 1, -1, -1) if row not in used]
         return self._free_rows.pop()
+
+
+def _places(positions: np.ndarray, slots: np.ndarray, table: np.ndarray) -> dict[str, np.ndarray]:
+    return {"positions": positions, "slot_mapping": slots, "block_table": table}
 
 
 def _known_tokens(entry: ScheduledSequence) -> np.ndarray:

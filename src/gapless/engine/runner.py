@@ -75,6 +75,7 @@ class ModelRunner:
             max_num_tokens=limits.max_num_tokens,
             max_blocks=limits.max_blocks,
             rope_axes=graphs.rope_axes,
+            makes_slots=graphs.makes_slots,
         )
         self._layers = list(attention_layers)
         self._padded_eager = False
@@ -191,6 +192,7 @@ class ModelRunner:
         owner = decision.owner or decision.phase
         runner = self._graphs.decode if owner is Phase.DECODE else self._graphs.prefill
         num_tokens, num_reqs = len(arrays.values["input_ids"]), len(arrays.query_lens)
+        values = self._graphs.inputs_of(runner, arrays.values)
         must_amend = arrays.has_unknown and not self._graphs.embeds_drawn_tokens(runner)
         amend = self._graphs.take_drawn_tokens if must_amend else None
         if decision.descriptor is None:
@@ -198,12 +200,12 @@ class ModelRunner:
             self.log.count_eager(decision.phase, str(decision.reason), num_real=num_tokens)
             is_uniform = decision.phase is Phase.DECODE
             real = BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs, uniform=is_uniform)
-            results = runner.run_eager(real, arrays.values, amend=amend)
+            results = runner.run_eager(real, values, amend=amend)
         else:
             descriptor = decision.descriptor
             mode = RuntimeMode.NONE if self._padded_eager else decision.mode
             num_real_rows = {"tokens": num_tokens, "reqs": num_reqs, "rows": num_reqs}
-            results = runner.run(descriptor, mode, arrays.values, num_real=num_real_rows, amend=amend)
+            results = runner.run(descriptor, mode, values, num_real=num_real_rows, amend=amend)
             if self._padded_eager:
                 self.log.count_eager(decision.phase, PADDED_EAGER, num_real=num_tokens)
             elif descriptor.uniform:

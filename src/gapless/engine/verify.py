@@ -17,7 +17,8 @@ import torch
 
 from gapless.attention.base import SINK_BLOCK
 from gapless.engine.build import OpenedEngine
-from gapless.engine.graph_set import GraphSet, select_inputs
+from gapless.engine.graph_set import GraphSet
+from gapless.engine.inputs import select_inputs
 from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.runner import ModelRunner
 from gapless.engine.verify_media import check_encoder, check_stale_rows, fill_media, may_be_media

@@ -59,6 +59,8 @@ class InputField:
     ``from_host``.
     ``by_column`` is for a table that is much wider than most batches
     need: it is stored column by column, and only columns with values are staged (the others hold the pad, 0).
+    ``is_made``: no batch brings it, because the forward itself writes all of it, padding too, before anything
+    reads it; with ``by_column`` it is no more than stored that way.
     """
 
     name: str
@@ -69,6 +71,12 @@ class InputField:
     on_device: bool = False
     from_host: bool = False
     by_column: bool = False
+    is_made: bool = False
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether batches bring it on the host."""
+        return not (self.on_device or self.is_made)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(dim_size(dim, sizes) for dim in self.dims)
@@ -122,11 +130,12 @@ class StaticInputs:
         self.poison = False
         self.poison_round = 0
         """Which of a field's several poison values is used."""
-        self._host_fields = tuple(f for f in fields if not f.on_device)
+        self._host_fields = tuple(f for f in fields if f.is_staged)
         self._device_fields = tuple(f for f in fields if f.on_device)
+        self._loaded_fields = tuple(f for f in fields if not f.is_made)
         self.device_names = frozenset(f.name for f in fields if f.on_device)
-        self._host_names = tuple(f.name for f in fields if not f.on_device)
-        self._pick = _picker(self._host_names)
+        self.host_names = tuple(f.name for f in self._host_fields)
+        self._pick = _picker(self.host_names)
         self._pads: Sequence[Pad] = tuple(f.pad for f in self._host_fields)
         self._poisons: dict[int, Sequence[Pad]] = {}
         self._held: _Held | None = None
@@ -142,7 +151,7 @@ class StaticInputs:
         self._device_buffers = {
             f.name: torch.zeros(f.shape(self.max_sizes), dtype=f.dtype, device=torch_device)
             for f in fields
-            if f.on_device
+            if not f.is_staged
         }
         self._ring = make_ring(self._packed)
         self._knowing: dict[int, SlotWriter] = {}
@@ -186,8 +195,8 @@ class StaticInputs:
         """Write a batch of host and on-device inputs into ``views``; ``values`` must name them all. Checks
         run before the first byte is written. Large inputs go first: the device works while the host goes on.
         """
-        host = None if self._is_held(views, values) else self._checked(views, values, self.fields)
-        self._check_device(views, values, self.fields)
+        host = None if self._is_held(views, values) else self._checked(views, values, self._loaded_fields)
+        self._check_device(views, values, self._loaded_fields)
         self._load_on_device(views, values)
         if host is not None and self._host_fields:
             self._load(views, *host)
@@ -242,7 +251,7 @@ class StaticInputs:
             if not is_frozen(arrays[place]):
                 self._changing, self._changed = place, arrays[place]
                 return
-        loaded = dict(zip(self._host_names, arrays, strict=True))
+        loaded = dict(zip(self.host_names, arrays, strict=True))
         self._held = _Held(views, loaded, self.poison, self.poison_round)
         if not views.are_kept:
             views.staged = staged.copy()
@@ -303,14 +312,13 @@ class StaticInputs:
         tensors: dict[str, Tensor] = {}
         for field in self.fields:
             shape = field.shape(sizes)
-            if field.on_device:
+            count = math.prod(shape)
+            if field.is_staged:
+                start = layout[field.name]
+                flat = self._packed[start : start + count * field.dtype.itemsize].view(field.dtype)
+            else:
                 # Carved from the front: contiguous for every bucket, whichever dims are dynamic.
-                flat = self._device_buffers[field.name].view(-1)
-                tensors[field.name] = flat[: math.prod(shape)].view(shape)
-                continue
-            count = math.prod(shape) * field.dtype.itemsize
-            start = layout[field.name]
-            flat = self._packed[start : start + count].view(field.dtype)
+                flat = self._device_buffers[field.name].view(-1)[:count]
             tensors[field.name] = flat.view(shape[::-1]).t() if field.by_column else flat.view(shape)
         return InputViews(sizes, tensors, layout, num_bytes)
 
@@ -343,7 +351,7 @@ class StaticInputs:
             return arrays, views.fitting
         for place, shape in enumerate(shapes):
             if views.fitting is None or shape != views.fitting[place]:
-                name = self._host_names[place]
+                name = self.host_names[place]
                 assert isinstance(arrays[place], (np.ndarray, Tensor)), f"input {name!r} takes an array"
                 _check_fits(name, shape, views.shapes[name])
         views.fitting = shapes

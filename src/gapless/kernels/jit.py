@@ -7,7 +7,9 @@ would be compiled in.
 
 ``EARLY`` kernels are launched while the kernel before them still runs (programmatic dependent launch, Hopper
 and later), and let the next one start early too. Before ``gdc_wait`` they read only what no kernel of a step
-writes: weights, the rotary table, and the step's positions and slots; they write nothing.
+writes: weights, the rotary table, and the step's positions and slots; they write nothing. Where positions
+and slots are not staged, one kernel of the step does write them, in front of all others (``step_arrays.py``):
+so ``embed_norm_kernel``, which comes behind it, lets the next one start behind its own wait only.
 
 Shapes in names: T tokens, E hidden size, I features of gate and up each, H query heads, K key/value heads,
 G = H + 2K heads of a merged q/k/v row, D head size, F = D / 2, P positions, N cache blocks, S slots per
@@ -91,8 +93,8 @@ def embed_norm_kernel(
     is_element = element < SIZE
     weight = tl.load(weight_E + element, mask=is_element, other=0.0).to(tl.float32)
     if EARLY:
+        tl.extra.cuda.gdc_wait()  # first: see the top of this file
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     drawn = tl.load(drawn_R + tl.load(drawn_rows_T + token)).to(tl.int64)
     token_id = tl.maximum(tl.load(input_ids_T + token).to(tl.int64), drawn)
     row_E = tl.load(embedding_VE + token_id * embedding_stride_v + element, mask=is_element, other=0.0)

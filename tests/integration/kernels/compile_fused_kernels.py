@@ -33,6 +33,8 @@ from gapless.kernels import (
     rope_cache,
     sample,
     sample_jit,
+    step_arrays,
+    step_arrays_jit,
 )
 from kernel_oracles import make_rope, poisoned_caches
 
@@ -123,6 +125,7 @@ def compile_launch(
         "waits": "griddepcontrol.wait" in ptx,
         "stores_before_wait": before_wait.count("st.global"),
         "loads_before_wait": before_wait.count("ld.global"),
+        "releases_before_wait": before_wait.count("griddepcontrol.launch_dependents"),
         "has_positions": constants.get("HAS_POSITIONS", True),
         "approximate_angles": ptx.count("cos.approx") + ptx.count("sin.approx"),
     }
@@ -138,6 +141,7 @@ def main() -> None:
         penalty: penalty_jit,
     }
     by_module = {media: media_jit, mrope: media_jit, layer_norm: layer_norm_jit, pixels: pixels_jit}
+    by_module |= {step_arrays: step_arrays_jit}
     for module, source in by_module.items():
         module._kernels = lambda source=source: CompilingKernels(source)  # type: ignore[attr-defined]
     for module, source in sources.items():
@@ -157,6 +161,8 @@ def main() -> None:
             media.embed_media(ids, hidden, hidden, is_media)
             media.fused_add_media_rms_norm(hidden, hidden, hidden, is_media, weight, 1e-5)
             activation.fused_silu_mul(torch.zeros(num_tokens, 2 * size, dtype=dtype))
+            starts, table = torch.zeros(257, dtype=torch.int32), torch.zeros(512, 256, dtype=torch.int32)
+            step_arrays.write_step_arrays(starts, starts[1:], table.view(-1), ids, ids, table.t(), 16)
         for num_heads, num_kv_heads, head_size in ((9, 3, 64), (16, 8, 128)):
             columns = (num_heads + 2 * num_kv_heads) * head_size
             qkv = torch.zeros(num_tokens, columns, dtype=dtype)

@@ -30,6 +30,7 @@ from gapless.kernels.norm import fused_add_rms_norm, fused_embed_rms_norm, fused
 from gapless.kernels.positions import add_interpolated
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 from gapless.kernels.sample import draw_tokens
+from gapless.kernels.step_arrays import write_step_arrays
 from gapless.models.packed_linear import PackedWeight, can_pack, packed_linear
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are not interpreted")
@@ -140,6 +141,13 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
         write_axis_rows,
         lambda rows, t: (
             count(2 * t).view(t, 2).t(), torch.rand(4), count(4) % 2, 1.0, torch.zeros(t, 2, 4),
+        ),
+    ),
+    "write_step_arrays": (
+        write_step_arrays,
+        lambda rows, t: (
+            torch.tensor([0, t, t], dtype=torch.int32), torch.tensor([t, 0], dtype=torch.int32), count(6),
+            count(t), count(t), torch.zeros(3, 2, dtype=torch.int32).t(), 16,
         ),
     ),
     "embed_media": (embed_media, lambda rows, t: (count(t), torch.randn(9, 24), rows(t, 24), count(t) % 2)),

@@ -153,6 +153,20 @@ def test_device_views_are_prefixes_of_one_buffer() -> None:
     assert large.data_ptr() == small.data_ptr()
 
 
+def test_what_the_forward_makes_has_views_and_no_value() -> None:
+    made = InputField(name="made", dims=("reqs", 5), by_column=True, is_made=True)
+    inputs = make_inputs((*FIELDS, made, HIDDEN))
+    small, large = inputs.views({"tokens": 8, "reqs": 2}), inputs.views({"tokens": 64, "reqs": 16})
+    assert small["made"].stride() == (1, 2)
+    assert small["made"].data_ptr() == large["made"].data_ptr()
+    small["made"].fill_(9)
+    inputs.load(small, make_values(3, 1))
+    inputs.load_all(small, {**make_values(8, 2), "hidden": torch.ones(8, 4)})
+    assert (small["made"] == 9).all()
+    with pytest.raises(GraphError, match="made"):
+        inputs.load(small, {**make_values(8, 2), "made": np.zeros((2, 5), dtype=np.int32)})
+
+
 def test_field_names_must_be_unique() -> None:
     with pytest.raises(GraphError, match="unique"):
         make_inputs((FIELDS[0], FIELDS[0]))
