@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from gapless.attention import hopper_prefill, triton_paged
 from gapless.attention.base import AttentionMetadata
+from gapless.attention.tile_rules import HOPPER_CONSUMER_ROWS, PrefillTile, hopper_tile
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.triton_paged import TritonPagedBackend
 from gapless.kernels import launch
@@ -56,14 +58,30 @@ def compare(requests: list[tuple[int, int]], *, window: int | None = None, **opt
     assert (out[batch.num_real_tokens :] == 0).all()
 
 
-@pytest.fixture(params=["triton", "hopper"])
+HOPPER_TILES = {"one consumer": (1, 128, 2), "two": (2, 128, 2), "two, few keys": (2, 64, 3)}
+"""Of ``hopper_tile``: consumers, keys, stages. By its rule these batches would nearly all get the first."""
+
+
+@pytest.fixture(params=["triton", *HOPPER_TILES])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which does prefill attention where both can."""
-    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    monkeypatch.setenv("GAPLESS_HOPPER_ATTENTION", str(int(request.param == "hopper")))
+    """Which does prefill attention where both can: ``triton`` or ``hopper``, the latter with every tile."""
+    is_hopper = request.param in HOPPER_TILES
+    if is_hopper:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs compute capability 9.0")
+        consumers, block_n, num_stages = HOPPER_TILES[request.param]
+
+        def tile_of(**shape: Any) -> PrefillTile | None:
+            tile = hopper_tile(**shape)
+            if tile is None:
+                return None
+            block_q = consumers * HOPPER_CONSUMER_ROWS // tile.pack
+            return replace(tile, block_q=block_q, block_n=block_n, num_stages=num_stages)
+
+        monkeypatch.setattr(triton_paged, "hopper_tile", tile_of)
+    monkeypatch.setenv("GAPLESS_HOPPER_ATTENTION", str(int(is_hopper)))
     hopper_prefill._has_kernel.cache_clear()
-    yield request.param
+    yield "hopper" if is_hopper else "triton"
     hopper_prefill._has_kernel.cache_clear()
 
 

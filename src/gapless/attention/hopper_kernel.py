@@ -1,15 +1,16 @@
-"""Prefill attention for Hopper in Gluon: one warp only has keys and values brought, eight only compute.
+"""Prefill attention for Hopper in Gluon: one warp only has keys and values brought, others only compute.
 
 Triton waits for the scores of a tile before it starts the tile's softmax, and no product runs then. Here a
 producer (``hopper_producer.py``) fills a ring of tiles through the copy engine (TMA), a page at a time, and
 two consumers of four warps empty it, each with 64 rows of queries, tied to each other by nothing but the
 ring: while one computes its softmax, the products of the other run. Within a consumer, too, the product of
 weights and values of one tile runs while the softmax of the next is computed: ``step`` is one turn of that.
-Keys are walked from the last tile to the first, so that the tiles with a mask, and the only one that may have
-fewer keys, come first.
+Where programs of two would leave multiprocessors idle there is one consumer a program, whose turns are
+shorter (``tile_rules.hopper_tile``). Keys are walked from the last tile to the first, so that the tiles with
+a mask, and the only one that may have fewer keys, come first.
 
 What the arguments mean, how tiles of queries are numbered and what may be read before ``gdc_wait`` is as in
-``triton_kernels.py``. Invariants: a slot of the ring is filled only after both consumers have said that they
+``triton_kernels.py``. Invariants: a slot of the ring is filled only after all consumers have said that they
 are done with what was in it, and read only after the producer's barrier; each role goes through the same
 tiles in the same order. Other ways were measured and were slower (``docs/log.md``, "Prefill attention"):
 rows gathered by four warps, one program a multiprocessor, consumers that start their products in turn.
@@ -42,12 +43,11 @@ from gapless.attention.hopper_tiles import (
     tile_of_round,
 )
 
-CONSUMERS = gl.constexpr(2)
 CONSUMER_ROWS = gl.constexpr(64)
 CONSUMER_WARPS = gl.constexpr(4)
 CONSUMER_REGISTERS = gl.constexpr(232)
-"""A thread's. Consumers and the producer, which counts as four warps, share the 512 that a multiprocessor has
-for as many threads of every fourth warp."""
+"""A thread's. Two consumers and the producer, which counts as four warps, share the 512 that a multiprocessor
+has for as many threads of every fourth warp."""
 PRODUCER_REGISTERS = gl.constexpr(40)
 
 # mypy: allow-untyped-defs
@@ -80,11 +80,12 @@ def hopper_prefill_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     """Programs (pack of query heads, tile of queries). The caches are descriptors of [slots, K * D] with
-    boxes of [PAGE_ROWS, 64]; PAGE_ROWS divides BLOCK_SIZE and BLOCK_N; BLOCK_Q * PACK are the rows of both
-    consumers."""
+    boxes of [PAGE_ROWS, 64]; PAGE_ROWS divides BLOCK_SIZE and BLOCK_N; BLOCK_Q * PACK are the rows of all
+    CONSUMERS, of which there are one or two."""
     N: gl.constexpr = BLOCK_N
     D: gl.constexpr = HEAD_SIZE
     dtype: gl.constexpr = query_THD.dtype.element_ty
@@ -120,15 +121,25 @@ def hopper_prefill_kernel(
         table_stride_b, table_stride_m, first_head,
     )  # fmt: skip
     # Tuples that are assigned turn constants into values, so these are written where they are passed.
-    gl.warp_specialize(
-        [
-            (consume, (shared, 0, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
-            (consume, (shared, 1, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
-            (produce, (producer, GROUP, BLOCK_SIZE, BLOCK_Q, N, D, STAGES, PAGE_ROWS, EARLY)),
-        ],
-        [CONSUMER_WARPS, PRODUCER_WARPS],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (shared, 0, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
+                (produce, (producer, GROUP, BLOCK_SIZE, BLOCK_Q, N, D, STAGES, PAGE_ROWS, EARLY)),
+            ],
+            [PRODUCER_WARPS],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (shared, 0, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
+                (consume, (shared, 1, PACK, BLOCK_Q, N, D, STAGES, EARLY)),
+                (produce, (producer, GROUP, BLOCK_SIZE, BLOCK_Q, N, D, STAGES, PAGE_ROWS, EARLY)),
+            ],
+            [CONSUMER_WARPS, PRODUCER_WARPS],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
     # Rows past the batch, by the first consumer's warps.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [CONSUMER_WARPS, 1], [1, 0])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from gapless.attention.tile_rules import PrefillTile, page_rows
+from gapless.attention.tile_rules import HOPPER_CONSUMER_ROWS, PrefillTile, page_rows
 from gapless.env import read_env
 from gapless.kernels.launch import KNOWN_VERSIONS, Constants, launch
 from gapless.kernels.select import is_hopper, launch_options
@@ -69,6 +69,7 @@ def kernel_constants(
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
         PAGE_ROWS=page_rows(block_size, tile.block_n),
+        CONSUMERS=tile.block_q * tile.pack // HOPPER_CONSUMER_ROWS,
         num_warps=tile.num_warps,
         **launch_options(device),
     )

@@ -52,31 +52,33 @@ def produce(
         if (tile >= 0) & (first_query < num_queries):
             last = last_tile_of_keys(num_keys, num_queries, first_query, BLOCK_Q, N)
             table_row = block_table + request * table_stride_b
+            # Tables, unlike keys, are there before the kernel ahead begins.
+            places = find_pages(table_row, last, table_stride_m, num_keys, True, BLOCK_SIZE, PAGE_ROWS, N)
             if EARLY:
                 tl.extra.cuda.gdc_wait()
-            fill(
-                filled, last, k_cache, column, keys_SND, key_full, key_free, landed, num_landed,
-                table_row, table_stride_m, num_keys, True, False, BLOCK_SIZE, N, D, STAGES, PAGE_ROWS,
+            copy_tile(
+                filled, last, places, k_cache, column, keys_SND, key_full, key_free, landed, num_landed,
+                num_keys, False, N, D, STAGES, PAGE_ROWS,
             )  # fmt: skip
             if last > 0:
                 fill(
                     filled + 1, last - 1, k_cache, column, keys_SND, key_full, key_free, landed, num_landed,
-                    table_row, table_stride_m, num_keys, False, False, BLOCK_SIZE, N, D, STAGES, PAGE_ROWS,
+                    table_row, table_stride_m, num_keys, BLOCK_SIZE, N, D, STAGES, PAGE_ROWS,
                 )  # fmt: skip
-            num_landed = fill(
-                filled, last, v_cache, column, values_SND, value_full, value_free, landed, num_landed,
-                table_row, table_stride_m, num_keys, True, True, BLOCK_SIZE, N, D, STAGES, PAGE_ROWS,
+            num_landed = copy_tile(
+                filled, last, places, v_cache, column, values_SND, value_full, value_free, landed, num_landed,
+                num_keys, True, N, D, STAGES, PAGE_ROWS,
             )  # fmt: skip
             for turn in range(1, last + 1):
                 if turn < last:
                     fill(
                         filled + turn + 1, last - turn - 1, k_cache, column, keys_SND, key_full, key_free,
-                        landed, num_landed, table_row, table_stride_m, num_keys, False, False,
+                        landed, num_landed, table_row, table_stride_m, num_keys,
                         BLOCK_SIZE, N, D, STAGES, PAGE_ROWS,
                     )  # fmt: skip
                 fill(
                     filled + turn, last - turn, v_cache, column, values_SND, value_full, value_free,
-                    landed, num_landed, table_row, table_stride_m, num_keys, False, False,
+                    landed, num_landed, table_row, table_stride_m, num_keys,
                     BLOCK_SIZE, N, D, STAGES, PAGE_ROWS,
                 )  # fmt: skip
             filled += last + 1
@@ -96,18 +98,42 @@ def fill(
     table_row,
     table_stride_m,
     num_keys,
-    IS_LAST: gl.constexpr,
-    CLEAR: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     N: gl.constexpr,
     D: gl.constexpr,
     STAGES: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
 ):
-    """Starts the copy of one tile as the ``count``-th of its ring. ``IS_LAST``: it may have keys past the
-    last; ``CLEAR``: those become zeros. Returns how often ``landed`` was used."""
+    """Starts the copy of one tile, not a request's last, as the ``count``-th of its ring."""
+    places = find_pages(table_row, tile, table_stride_m, num_keys, False, BLOCK_SIZE, PAGE_ROWS, N)
+    copy_tile(
+        count, tile, places, cache, column, buffer_SND, full, free, landed, num_landed,
+        num_keys, False, N, D, STAGES, PAGE_ROWS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy_tile(
+    count,
+    tile,
+    places,
+    cache,
+    column,
+    buffer_SND,
+    full,
+    free,
+    landed,
+    num_landed,
+    num_keys,
+    CLEAR: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
+):
+    """Starts the copy of the tile whose pages are at ``places``. ``CLEAR``: what lies past the last key
+    becomes zeros. Returns how often ``landed`` was used."""
     slot = count % STAGES
-    places = find_pages(table_row, tile, table_stride_m, num_keys, IS_LAST, BLOCK_SIZE, PAGE_ROWS, N)
     mbarrier.wait(free.index(slot), (count // STAGES & 1) ^ 1)
     return copy_pages(
         buffer_SND.index(slot), cache, places, column, full.index(slot), landed, num_landed,
@@ -126,8 +152,8 @@ def find_pages(
     PAGE_ROWS: gl.constexpr,
     N: gl.constexpr,
 ):
-    """First cache slot of every page of a tile; past the last key one outside of the cache, which is copied
-    as zeros."""
+    """First cache slot of every page of a tile. ``IS_LAST``: it may have keys past the last; there it is one
+    outside of the cache, which is copied as zeros."""
     blocks = ()
     for page in gl.static_range(N // PAGE_ROWS):
         key = tile * N + page * PAGE_ROWS

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gapless.kernels.select import HOPPER_SHARED_BYTES, next_power_of_2, stages_that_fit
 
+HOPPER_CONSUMER_ROWS = 64
 MIN_TILE_ROWS = 16
 """The smallest matrix product Triton's ``dot`` takes."""
 
@@ -89,21 +90,32 @@ def prefill_tile(
 
 @functools.lru_cache(maxsize=4096)
 def hopper_tile(
-    *, group: int, head_size: int, itemsize: int, num_tokens: int, block_size: int, window: int
+    *,
+    num_heads: int,
+    group: int,
+    head_size: int,
+    itemsize: int,
+    num_tokens: int,
+    block_size: int,
+    window: int,
 ) -> PrefillTile | None:
-    """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. Two consumers have 64 rows
-    each, because that is what a tensor-core product of a warpgroup takes; ``num_warps`` are those of one."""
+    """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. A consumer has 64 rows,
+    because that is what a tensor-core product of a warpgroup takes; ``num_warps`` are those of one. Two share
+    a program's keys, but where there are too few rows for all multiprocessors: there each is a program of its
+    own. Fewer keys at a time leave less of a prompt's last tile behind the mask, more are quicker each."""
     if head_size not in (64, 128) or itemsize != 2 or window or num_tokens < _SHORT_HOPPER_PREFILL:
         return None
-    if page_rows(block_size, _HOPPER_BLOCK_N) < _MIN_PAGE_ROWS:
+    is_few = num_tokens * num_heads <= _FEW_HOPPER_ROWS
+    block_n = 128 if is_few or num_tokens >= _LONG_HOPPER_PREFILL else 64
+    if page_rows(block_size, block_n) < _MIN_PAGE_ROWS:
         return None
-    pack = min(group & -group, 64)
+    pack = min(group & -group, HOPPER_CONSUMER_ROWS)
     return PrefillTile(
-        block_q=128 // pack,
+        block_q=HOPPER_CONSUMER_ROWS * (1 if is_few else 2) // pack,
         pack=pack,
-        block_n=_HOPPER_BLOCK_N,
+        block_n=block_n,
         num_warps=4,
-        num_stages=2,
+        num_stages=2 if block_n == 128 else 3,
         split_loop=True,
     )
 
@@ -185,7 +197,12 @@ _LONG_ROWS = 128 + 2 * 2 * 128
 """Of shared memory, that large tiles need: queries, and two copies of keys and values."""
 _SHORT_HOPPER_PREFILL = 512
 """Below, at 256 tokens, the Triton kernel is as quick (H200, 16 and 32 heads over 8)."""
-_HOPPER_BLOCK_N = 128
+_FEW_HOPPER_ROWS = 192 * 64
+"""Of all heads: up to one and a half programs of one consumer for each of an H200's 132 multiprocessors. One
+consumer beats two at 512 and 768 tokens of 16 heads (1.68 ms against 1.88 and 2.28 against 2.40 of a step of
+28 layers) and is as quick at 1,024."""
+_LONG_HOPPER_PREFILL = 3072
+"""Between 1,024 and 2,048 tokens 64 keys at a time beat 128 by 1 to 2 %, and at 4,096 they lose 1 %."""
 _MIN_PAGE_ROWS = 8
 """The copy engine writes shared memory in patterns of 8 rows."""
 _FEW_ENCODER_ROWS = 2 * 132 * 64

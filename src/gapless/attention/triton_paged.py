@@ -161,7 +161,13 @@ def triton_paged_attention(
         _decode(decode, max_query_len, tensors, batch, arguments, fixed)
         return
     size = {"group": group, "head_size": head_size, "itemsize": query_THD.element_size()}
-    hopper = hopper_tile(**size, num_tokens=num_tokens, block_size=fixed.block_size, window=fixed.window)
+    hopper = hopper_tile(
+        **size,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        block_size=fixed.block_size,
+        window=fixed.window,
+    )
     if hopper is not None and can_run_hopper(query_THD, k_cache, v_cache):
         grid = _prefill_grid(hopper, query_THD, seq_lens)
         prefill_hopper(hopper, grid, (*tensors, *batch), arguments, group=group)

@@ -96,10 +96,12 @@ def main() -> None:
         "SPLITS_PAD": next_power_of_2(decode.num_splits),
     }
     print(compile_kernel(triton_decode.combine_splits_kernel, torch.float32, merge, {}))
-    compile_hopper_kernel([(2, 128, 16)])
+    compile_hopper_kernel([(2, 128, 16, num_tokens) for num_tokens in (512, 1024, 4096)])
     compile_encoder_kernels([(80, 8192, 8)])
     if "--all" in sys.argv:
-        compile_hopper_kernel([(1, 128, 16), (8, 128, 128), (3, 64, 24)])
+        for num_tokens in (512, 1024, 4096):
+            shapes = ((1, 128, 16), (4, 128, 16), (8, 128, 128), (3, 64, 24))
+            compile_hopper_kernel([(*shape, num_tokens) for shape in shapes])
         compile_encoder_kernels([(72, 8192, 8), (128, 64, 8), (72, 8192, 1), (72, 64, 8), (36, 8192, 4)])
 
 
@@ -158,11 +160,17 @@ def decode_constants(tile: DecodeTile, group: int) -> dict:
     }
 
 
-def compile_hopper_kernel(shapes: list[tuple[int, int, int]]) -> None:
-    """``shapes``: groups, head sizes and block sizes."""
-    for group, head_size, block_size in shapes:
+def compile_hopper_kernel(shapes: list[tuple[int, int, int, int]]) -> None:
+    """``shapes``: groups, head sizes, block sizes and tokens of 16 heads."""
+    for group, head_size, block_size, num_tokens in shapes:
         tile = hopper_tile(
-            group=group, head_size=head_size, itemsize=2, num_tokens=4096, block_size=block_size, window=0
+            num_heads=16,
+            group=group,
+            head_size=head_size,
+            itemsize=2,
+            num_tokens=num_tokens,
+            block_size=block_size,
+            window=0,
         )
         assert tile is not None
         constants = dict(

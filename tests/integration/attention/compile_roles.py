@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "gpu"))
 import racecheck_kernels
 
 if __name__ == "__main__":
-    compile_hopper_kernel([(2, 128, 16)])
+    compile_hopper_kernel([(2, 128, 16, 4096)])
     for kernel, kind in (
         (racecheck_kernels.hand_over_kernel, "*i32"),
         (racecheck_kernels.racing_kernel, "*i64"),

@@ -21,22 +21,37 @@ from gluon_on_cpu import Buffer, Machine, Pointer, Product
 from torch import Tensor
 
 from gapless.attention.hopper_prefill import kernel_constants
-from gapless.attention.tile_rules import hopper_tile
+from gapless.attention.tile_rules import HOPPER_CONSUMER_ROWS, hopper_tile
 from ragged_batches import RaggedBatch
 
 PATIENCE = 60.0
 
 
-def run_kernel(batch: RaggedBatch, *, scale: float, num_programs: int | None = None, stages: int = 2) -> None:
+def run_kernel(
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    num_programs: int | None = None,
+    consumers: int = 2,
+    block_n: int = 128,
+    stages: int = 2,
+) -> None:
     """Writes ``batch.out``. ``num_programs`` for each pack of heads."""
     metadata = batch.metadata
     num_tokens, num_heads, head_size = batch.query.shape
     group, block_size = num_heads // batch.k_cache.shape[2], batch.k_cache.shape[1]
     tile = hopper_tile(
-        group=group, head_size=head_size, itemsize=2, num_tokens=4096, block_size=block_size, window=0
+        num_heads=num_heads,
+        group=group,
+        head_size=head_size,
+        itemsize=2,
+        num_tokens=4096,
+        block_size=block_size,
+        window=0,
     )
     assert tile is not None
-    tile = replace(tile, num_stages=stages)
+    block_q = HOPPER_CONSUMER_ROWS * consumers // tile.pack
+    tile = replace(tile, block_q=block_q, block_n=block_n, num_stages=stages)
     constants = dict(kernel_constants(tile, group, head_size, block_size, torch.device("cpu")))
     del constants["num_warps"]
     num_reqs, table = metadata.seq_lens.shape[0], metadata.block_table
