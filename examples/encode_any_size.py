@@ -20,9 +20,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from gapless import encoder_graphs
 from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import create_varlen_backend
-from gapless.graphs.buffers import InputField
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values
 from gapless.graphs.encoder_budgets import Sizes
+from gapless.graphs.input_field import InputField
 from gapless.graphs.runner import OutputField
 from gapless.models.vision.grids import cumulative, full_lens, positions
 

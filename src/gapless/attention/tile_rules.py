@@ -2,10 +2,10 @@
 
 No autotuner: nothing may be compiled, timed or synchronised while a stream is capturing, and a bucket must
 launch the same way every time. The rules come from sweeps on one H200 (``attention_kernels.py``,
-``prefill_tiles.py``, ``decode_tiles.py`` and ``encoder_kernels.py`` of ``benchmarks/``). Invariant: whatever a rule says fits in
-``shared_bytes``, what a program may have of a multiprocessor's shared memory; a GPU with less than Hopper's
-gets fewer stages or smaller tiles. Encoder tiles are the same on all, and fit in 99 KiB. Used by
-``triton_paged.py`` and ``triton_varlen.py``.
+``prefill_tiles.py``, ``decode_tiles.py`` and ``encoder_kernels.py`` of ``benchmarks/``). Invariant: whatever
+a rule says fits in ``shared_bytes``, what a program may have of a multiprocessor's shared memory; a GPU with
+less than Hopper's gets fewer stages or smaller tiles. Encoder tiles are the same on all, and fit in 99 KiB.
+Used by ``triton_paged.py`` and ``triton_varlen.py``.
 """
 
 from __future__ import annotations

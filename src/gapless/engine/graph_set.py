@@ -23,7 +23,8 @@ from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trac
 from gapless.engine.inputs import NO_DRAWN_ROWS, PACKED_TABLES, hidden_field, select_inputs, token_fields
 from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.buffers import InputField, InputViews, StaticInputs
+from gapless.graphs.buffers import InputViews, StaticInputs
+from gapless.graphs.input_field import InputField
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore

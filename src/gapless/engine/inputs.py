@@ -21,8 +21,9 @@ from gapless.attention.base import SINK_BLOCK
 from gapless.engine.request import Sequence
 from gapless.engine.rope_inputs import rope_positions
 from gapless.engine.step import DecodeRun, ScheduledBatch, ScheduledSequence
-from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.frozen_arrays import frozen
+from gapless.graphs.input_field import InputField
 
 NO_DRAWN_ROWS = frozen(np.zeros(0, dtype=np.int32))
 """``drawn_rows`` of a batch whose tokens are all known; frozen, so that it is looked at once."""

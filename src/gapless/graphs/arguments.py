@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, GraphError
-from gapless.graphs.buffers import parse_dim
+from gapless.graphs.input_field import parse_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
-"""Static inputs: the memory captured graphs read, declared once as a schema.
+"""Static inputs: the memory captured graphs read, declared once as a schema (``input_field.py``).
 
-Every input names its dimensions (symbolic or fixed), its dtype and the value its padding takes, because
-padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
+Padding is data: the whole view of a bucket is rewritten before each replay, so no graph ever reads what an
 earlier batch left. All that stays is what the last load put there and this one would put there again:
 ``frozen`` arrays (an encoder's positions, which follow from an image's size) and padding behind pixels.
 *Host* inputs of one bucket lie next to each other in one buffer, so a step stages them with a single copy
@@ -13,14 +12,11 @@ bucket; addresses never change. Read ``runner.py`` next.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +25,7 @@ from torch import Tensor
 from gapless.errors import GraphError
 from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
 from gapless.graphs.frozen_arrays import is_frozen
+from gapless.graphs.input_field import InputField
 from gapless.graphs.staging import HostTarget, Pad, Shape, SlotWriter, make_ring
 
 logger = logging.getLogger(__name__)
@@ -46,40 +43,6 @@ _NUMPY_DTYPES = {
     torch.float32: np.float32,
     torch.bool: np.bool_,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputField:
-    """One static input.
-
-    ``dims``: an ``int``, a symbol, ``"symbol+k"`` or ``"m*symbol+k"`` per dimension. ``pad`` fills whatever
-    the batch does not; ``"last"`` repeats the last real value (cumulative offsets). ``poison`` holds other
-    legal pad values that verification uses to prove that pad rows cannot influence real ones. ``on_device``
-    inputs are tensors copied on the device, or ``HostRows`` or ``RawRows`` where the input is also
-    ``from_host``.
-    ``by_column`` is for a table that is much wider than most batches
-    need: it is stored column by column, and only columns with values are staged (the others hold the pad, 0).
-    ``is_made``: no batch brings it, because the forward itself writes all of it, padding too, before anything
-    reads it; with ``by_column`` it is no more than stored that way.
-    """
-
-    name: str
-    dims: tuple[str | int, ...]
-    dtype: torch.dtype = torch.int32
-    pad: int | float | Literal["last"] = 0
-    poison: int | float | tuple[int | float, ...] | None = None
-    on_device: bool = False
-    from_host: bool = False
-    by_column: bool = False
-    is_made: bool = False
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether batches bring it on the host."""
-        return not (self.on_device or self.is_made)
-
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(dim_size(dim, sizes) for dim in self.dims)
 
 
 class InputViews:
@@ -479,27 +442,3 @@ def _check_table(host_fields: tuple[InputField, ...]) -> None:
                 f"input {field.name!r} is stored by column, so it must be the last one on the host, have two "
                 "dimensions, pad 0 and no poison"
             )
-
-
-def dim_size(dim: str | int, sizes: Mapping[str, int]) -> int:
-    """The size of one declared dimension. ``"2*tokens+1"`` with ``{"tokens": 4}`` is 9."""
-    if isinstance(dim, int):
-        return dim
-    size = sizes.get(dim)
-    if size is not None:
-        return size
-    factor, symbol, addend = parse_dim(dim)
-    return factor * sizes[symbol] + addend
-
-
-@functools.cache
-def parse_dim(dim: str) -> tuple[int, str, int]:
-    """Factor, symbol and addend of ``"m*symbol+k"``. Raises ``GraphError`` for anything else."""
-    match = _DIM.fullmatch(dim)
-    if match is None:
-        raise GraphError(f"dimension {dim!r} is not 'symbol', 'symbol+k' or 'm*symbol+k'")
-    factor, symbol, addend = match.groups()
-    return int(factor or 1), symbol, int(addend or 0)
-
-
-_DIM = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)([+-]\d+)?")

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, GraphError
 from gapless.graphs.arguments import Arguments, Input
-from gapless.graphs.buffers import InputField, parse_dim
 from gapless.graphs.frozen import FrozenTensor, FrozenValue
+from gapless.graphs.input_field import InputField, parse_dim
 
 
 class Call(NamedTuple):

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
-from gapless.graphs.buffers import InputField, Value, dim_size
+from gapless.graphs.buffers import Value
 from gapless.graphs.encoder_budgets import Sizes
+from gapless.graphs.input_field import InputField, dim_size
 from gapless.graphs.runner import OutputField, prefix_of
 
 ItemT = TypeVar("ItemT", contravariant=True)

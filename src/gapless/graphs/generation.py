@@ -20,10 +20,11 @@ from gapless.errors import GraphError
 from gapless.graphs.audit import Change, Snapshot
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buckets import Buckets
-from gapless.graphs.buffers import InputField, InputViews, StaticInputs
+from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.call_template import Call, CallTemplate
 from gapless.graphs.device.base import GraphDevice
 from gapless.graphs.graphed_compiled import CompileOptions, make_compiled, trace, trace_rows
+from gapless.graphs.input_field import InputField
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.outputs import OutputDims
 from gapless.graphs.piecewise import PiecewiseForward

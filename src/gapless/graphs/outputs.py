@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gapless.errors import ConfigError, GraphError
-from gapless.graphs.buffers import parse_dim
+from gapless.graphs.input_field import parse_dim
 from gapless.graphs.runner import OutputField
 
 OutputDims = Mapping[int, str]

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from gapless.errors import CaptureError, GraphError, RankError
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.buffers import InputViews, StaticInputs, Value, dim_size
+from gapless.graphs.buffers import InputViews, StaticInputs, Value
 from gapless.graphs.capture import warm_up
 from gapless.graphs.context import ForwardContext, use_forward_context
+from gapless.graphs.input_field import dim_size
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.store import GraphEntry, GraphKey, GraphStore, LedgerRow, PaddingTiming
 from gapless.graphs.wrapper import GraphWrapper

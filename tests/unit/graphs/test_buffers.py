@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.errors import GraphError
-from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.frozen_arrays import frozen
+from gapless.graphs.input_field import InputField
 
 FIELDS = (
     InputField(name="ids", dims=("tokens",), pad=0, poison=7),

@@ -15,12 +15,13 @@ from gapless.errors import GraphError
 from gapless.graphs import check_report
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.breakable import eager_break
-from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.check import CheckTarget, check
 from gapless.graphs.check_report import CheckReport, Status, merge
 from gapless.graphs.compare import bound_of, bounded_mismatch, exact_mismatch, tolerance_for
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.graphed import Graphed, Input, graphed
+from gapless.graphs.input_field import InputField
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.ops import register_custom_op
 from gapless.graphs.real_sizes import num_real

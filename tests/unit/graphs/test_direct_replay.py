@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from gapless.errors import CaptureClosedError, GraphError
 from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.buffers import InputField, InputViews, StaticInputs
+from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.device.emulated import EmulatedDevice, EmulatedSegment
+from gapless.graphs.input_field import InputField
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.program import Program
 from gapless.graphs.runner import GraphRunner, OutputField

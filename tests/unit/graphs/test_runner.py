@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gapless.errors import CaptureClosedError, CaptureError, GraphError
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.breakable import eager_break
-from gapless.graphs.buffers import InputField, InputViews, StaticInputs
+from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.context import (
     ForwardContext,
     get_forward_context,
@@ -20,6 +20,7 @@ from gapless.graphs.context import (
     use_forward_context,
 )
 from gapless.graphs.device.emulated import EmulatedDevice
+from gapless.graphs.input_field import InputField
 from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.report import StepLog, build_report
 from gapless.graphs.runner import GraphRunner, OutputField

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.frozen_arrays import frozen, is_frozen
+from gapless.graphs.input_field import InputField
 
 FIELDS = (
     InputField(name="ids", dims=("tokens",), pad=0, poison=7),

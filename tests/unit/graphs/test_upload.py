@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gapless.errors import GraphError
-from gapless.graphs.buffers import InputField, StaticInputs
+from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.device.pinned import PinnedSlot
 from gapless.graphs.device.upload import HostRows, RawRows, UploadRing
+from gapless.graphs.input_field import InputField
 
 CPU = torch.device("cpu")
 

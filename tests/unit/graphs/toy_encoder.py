@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from gapless.attention.varlen import Segments, TorchReferenceVarlen
-from gapless.graphs.buffers import InputField
 from gapless.graphs.device import get_device
 from gapless.graphs.encoder import (
     EncoderMode,
@@ -18,6 +17,7 @@ from gapless.graphs.encoder import (
 )
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
+from gapless.graphs.input_field import InputField
 from gapless.graphs.runner import OutputField
 
 CPU = get_device("cpu")

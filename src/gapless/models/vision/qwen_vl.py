@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gapless.graphs.buffers import InputField
 from gapless.graphs.encoder_adapter import EncoderRun
+from gapless.graphs.input_field import InputField
 from gapless.kernels.select import is_hopper
 from gapless.models.vision import grids
 from gapless.models.vision.fused import activate_in_products, fused_add_interpolated

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from gapless.attention.encoder_interface import attach_varlen
 from gapless.attention.varlen import Segments, VarlenBackend, create_varlen_backend
 from gapless.errors import ConfigError, ModelError
-from gapless.graphs.buffers import InputField
 from gapless.graphs.context import in_short_warm_up
 from gapless.graphs.encoder_adapter import Bounds, EncoderRun, Values, Workspace
 from gapless.graphs.encoder_budgets import Sizes
 from gapless.graphs.frozen_arrays import frozen
+from gapless.graphs.input_field import InputField
 from gapless.graphs.runner import OutputField
 from gapless.kernels.launch import can_compile_ahead, compiling_ahead, prepare_compiling
 from gapless.kernels.select import has_fused_kernels
