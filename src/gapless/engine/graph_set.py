@@ -2,8 +2,9 @@
 
 *Full* prefill captures embedding, layers and final norm, keyed by tokens; *breakable* captures the layers
 alone and embeds eagerly on the real batch; *piecewise* captures embedding and layers as pieces of a traced
-forward. All leave hidden states in a shared buffer from which the head, a
-graph of its own keyed by sampled rows, picks the last token of each request. *Full* decode holds everything
+forward. All leave hidden states in a shared buffer from which the head, a graph of its own keyed by sampled
+rows, picks the last token of each request. Full prefill on fused kernels stops before the last layer's
+feed-forward, which the head's graph does for those tokens alone. *Full* decode holds everything
 up to the greedy token in one graph. Random sampling is a graph over the logits, with every parameter in a
 static buffer. All of them run one after another on one stream, so they share one pool. Read ``runner.py`` for
 how a step uses them.
@@ -21,7 +22,7 @@ from torch import Tensor
 from gapless.attention.base import AttentionMetadata
 from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trace_tokens
 from gapless.engine.inputs import NO_DRAWN_ROWS, PACKED_TABLES, hidden_field, select_inputs, token_fields
-from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media
+from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media, media_to_tail
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.input_field import InputField
@@ -31,7 +32,7 @@ from gapless.graphs.store import GraphStore
 from gapless.kernels.head import finish_greedy
 from gapless.kernels.sample import MAX_VOCAB_SIZE, draw_tokens
 from gapless.kernels.step_arrays import write_step_arrays
-from gapless.models.base import CausalModel
+from gapless.models.base import CausalModel, ModelInfo
 from gapless.sampling.sampler import sample, sample_unfiltered
 
 SAMPLING_FIELDS = (
@@ -91,9 +92,9 @@ class GraphSet:
             )
         self.makes_slots = self._makes_slots(prefill)
         """Whether prefill graphs make positions, slots and block tables themselves."""
-        self._hidden = OutputField(
-            name="hidden", dim="tokens", row_shape=(model.info.hidden_size,), dtype=model.info.dtype
-        )
+        self.has_tail = self._has_tail(prefill, decode)
+        """Whether prefill stops behind the last layer's attention, and the head does the rest."""
+        self._states = _state_outputs(model.info, has_tail=self.has_tail)
         self._logits = OutputField(name="logits", dim="rows", row_shape=(model.info.vocab_size,))
         self._tokens = OutputField(name="tokens", dim="rows", dtype=torch.int64)
         # One row more than any step draws: it stays 0, for inputs that are no drawn token.
@@ -105,9 +106,12 @@ class GraphSet:
             else self._hidden_runner(Phase.DECODE, decode, limits.max_num_reqs)
         )
         self.decode_makes_logits = decode in (Strategy.FULL, Strategy.DISABLED)
-        hidden_buffer = self.prefill.output_buffer("hidden")
+        self.state_buffers = [self.prefill.output_buffer(output.name) for output in self._states]
+        """``[T, ...]`` each: what a prefill step leaves of its tokens."""
         self.head = self._row_runner(
-            lambda views: self._head(hidden_buffer.index_select(0, views["hidden_rows"])),
+            lambda views: self._head(
+                self._hidden(*(b.index_select(0, views["hidden_rows"]) for b in self.state_buffers))
+            ),
             phase=Phase.HEAD,
             strategy=row_strategy,
             fields=(InputField(name="hidden_rows", dims=("rows",), pad=0),),
@@ -184,16 +188,19 @@ class GraphSet:
         elif media is not None:
 
             def fn(views: InputViews) -> tuple[Tensor, ...]:
-                return (self._hidden_states_with_media(views, media),)
+                return self._states_with_media(views, media)
         else:
 
             def fn(views: InputViews) -> tuple[Tensor, ...]:
                 if makes_slots:
                     self._write_step_arrays(views)
+                if self.has_tail:
+                    drawn = {"drawn_rows_T": views["drawn_rows"], "drawn_R": self.tokens}
+                    return model.drawn_to_tail(views["input_ids"], self._positions(views), **drawn)
                 return (self._hidden_states(views, phase),)
 
         return self._token_runner(
-            fn, phase=phase, strategy=strategy, fields=fields, outputs=(self._hidden,),
+            fn, phase=phase, strategy=strategy, fields=fields, outputs=self._states,
             max_num_tokens=max_num_tokens, prologue=prologue,
         )  # fmt: skip
 
@@ -280,6 +287,11 @@ class GraphSet:
         drawn_T = self.tokens.index_select(0, views["drawn_rows"])
         input_ids_T.copy_(torch.maximum(input_ids_T, drawn_T))
 
+    def hidden_between(self, start: int, end: int) -> Tensor:
+        """Final hidden states of the last prefill step's tokens from ``start`` to ``end``, made outside every
+        graph."""
+        return self._hidden(*(buffer[start:end] for buffer in self.state_buffers))
+
     def head_eagerly(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits outside every graph, in memory of their own."""
         return self._model.head(hidden_RE)
@@ -290,6 +302,12 @@ class GraphSet:
         if self.makes_slots and runner is self.prefill and PACKED_TABLES not in values:
             return select_inputs(values, runner.inputs)
         return values
+
+    def _has_tail(self, prefill: Strategy, decode: Strategy) -> bool:
+        """Only where no graph is of layers alone, and not for a model of embeddings, which has no head."""
+        in_one = (Strategy.FULL, Strategy.DISABLED)
+        is_whole = prefill in in_one and decode in in_one and self.compiled.prefill is None
+        return is_whole and self._model.has_tail and not self._model.info.is_pooling
 
     def _makes_slots(self, prefill: Strategy) -> bool:
         """Only where one graph holds all from the first kernel on. Positions of several axes come from the
@@ -334,13 +352,19 @@ class GraphSet:
             )
         return self._model.layers(self._model.embed(input_ids_T), positions)
 
-    def _hidden_states_with_media(self, views: InputViews, media: MediaBuffers) -> Tensor:
+    def _states_with_media(self, views: InputViews, media: MediaBuffers) -> tuple[Tensor, ...]:
         input_ids_T, positions, is_media_T = views["input_ids"], self._positions(views), views["is_media"]
         embeds_TE, deepstack_TLE = media.rows(views.sizes["tokens"])
         if self.compiled.prefill is not None:
-            return self.compiled.prefill(input_ids_T, positions, is_media_T, embeds_TE, deepstack_TLE)
+            return (self.compiled.prefill(input_ids_T, positions, is_media_T, embeds_TE, deepstack_TLE),)
         hidden_TE = embeds_with_media(self._model, input_ids_T, is_media_T, embeds_TE)
-        return layers_with_media(self._model, hidden_TE, positions, is_media_T, deepstack_TLE)
+        if self.has_tail:
+            return media_to_tail(self._model, hidden_TE, positions, is_media_T, deepstack_TLE)
+        return (layers_with_media(self._model, hidden_TE, positions, is_media_T, deepstack_TLE),)
+
+    def _hidden(self, *states: Tensor) -> Tensor:
+        """``[R, E]`` of the same rows of all ``state_buffers``."""
+        return self._model.tail(*states) if self.has_tail else states[0]
 
     def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
         if self._model.has_fused_kernels:
@@ -409,6 +433,16 @@ class GraphSet:
             "seq_lens": lens,
             "block_table": np.zeros((len(lens), -(-lens.max() // self.limits.block_size)), dtype=np.int32),
         }
+
+
+def _state_outputs(info: ModelInfo, *, has_tail: bool) -> tuple[OutputField, ...]:
+    sizes = {"hidden": info.hidden_size}
+    if has_tail:
+        sizes = {"attended": info.num_heads * info.head_size, "residual": info.hidden_size}
+    return tuple(
+        OutputField(name=name, dim="tokens", row_shape=(size,), dtype=info.dtype)
+        for name, size in sizes.items()
+    )
 
 
 INVALID_TOKEN = -1

@@ -1,10 +1,10 @@
 """What a request may want of the hidden states besides its next token: scores of its own prompt, or the last
 state itself as an embedding.
 
-Both read the buffer that a prefill step leaves behind, chunk by chunk, so they work with every strategy and
-batch with everything else. The head runs eagerly over the prompt's rows, a block at a time (a vocabulary of
-150,000 takes 0.6 MB a row), and each such step is counted. Invariant: a step with taps never runs as a decode
-graph, which keeps its hidden states to itself. Read ``runner.py`` next.
+Both read what a prefill step leaves behind of its tokens, chunk by chunk, so they work with every strategy
+and batch with everything else. The head, and a tail if there is one, run eagerly over the prompt's rows, a
+block at a time (a vocabulary of 150,000 takes 0.6 MB a row), and each such step is counted. Invariant: a step
+with taps never runs as a decode graph, which keeps its hidden states to itself. Read ``runner.py`` next.
 """
 
 from __future__ import annotations
@@ -56,33 +56,34 @@ class HiddenTaps:
     def read(self, taps: Sequence[Tap]) -> TapResults:
         """Launch all that ``taps`` want of the step that was launched last. Call it before the tokens' way to
         the host begins: whoever has waited for the tokens may then read this too."""
-        hidden_TE = self._graphs.prefill.output_buffer("hidden")
         scores: dict[int, Callable[[], list[list[TokenLogprob]]]] = {}
         pooled: dict[int, Tensor] = {}
         for position, row, entry in taps:
             params = entry.sequence.params
             if params.prompt_logprobs is not None and (count := _num_scored(entry)):
-                scores[position] = self._score(hidden_TE[row : row + count], entry, params.prompt_logprobs)
+                scores[position] = self._score(row, count, entry, params.prompt_logprobs)
             if params.pooling and entry.samples:
-                last_E = hidden_TE[row + entry.num_new_tokens - 1].float()
+                end = row + entry.num_new_tokens
+                last_E = self._graphs.hidden_between(end - 1, end)[0].float()
                 pooled[position] = last_E / last_E.norm().clamp(min=1e-12)
         if scores:
             self._log.count_eager(Phase.HEAD, "prompt_logprobs")
+        if pooled and self._graphs.has_tail:
+            self._log.count_eager(Phase.HEAD, "hidden_states")
         return TapResults(scores=scores, pooled=pooled)
 
     def _score(
-        self, hidden_NE: Tensor, entry: ScheduledSequence, k: int
+        self, row: int, count: int, entry: ScheduledSequence, k: int
     ) -> Callable[[], list[list[TokenLogprob]]]:
-        """Log-probabilities of the tokens that follow the rows of ``hidden_NE``."""
+        """Log-probabilities of the tokens that follow ``count`` rows from ``row`` on."""
         first = entry.start + 1
-        targets = entry.sequence.token_ids[first : first + len(hidden_NE)]
-        target_N = torch.tensor(targets, device=hidden_NE.device)
-        blocks = [
-            token_logprobs(self._graphs.head_eagerly(hidden_RE), target_R, k)
-            for hidden_RE, target_R in zip(
-                hidden_NE.split(_ROWS_AT_ONCE), target_N.split(_ROWS_AT_ONCE), strict=True
-            )
-        ]
+        targets = entry.sequence.token_ids[first : first + count]
+        target_N = torch.tensor(targets, device=self._graphs.logits.device)
+        blocks = []
+        for target_R in target_N.split(_ROWS_AT_ONCE):
+            hidden_RE = self._graphs.hidden_between(row, row + len(target_R))
+            row += len(target_R)
+            blocks.append(token_logprobs(self._graphs.head_eagerly(hidden_RE), target_R, k))
 
         def read() -> list[list[TokenLogprob]]:
             rows = []

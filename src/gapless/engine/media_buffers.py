@@ -59,6 +59,19 @@ def layers_with_media(
     deepstack_TLE: Tensor | None,
 ) -> Tensor:
     """``model.layers`` on what ``embeds_with_media`` has made; rows that are no media have no features."""
-    if deepstack_TLE is None:
-        return model.layers(hidden_TE, positions)
-    return model.layers(hidden_TE, positions, deepstack_TLE.transpose(0, 1), is_media_T)
+    return model.layers(hidden_TE, positions, *_features(is_media_T, deepstack_TLE))
+
+
+def media_to_tail(
+    model: CausalModel,
+    hidden_TE: Tensor,
+    positions: Tensor,
+    is_media_T: Tensor,
+    deepstack_TLE: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``model.layers_to_tail`` likewise."""
+    return model.layers_to_tail(hidden_TE, positions, *_features(is_media_T, deepstack_TLE))
+
+
+def _features(is_media_T: Tensor, deepstack_TLE: Tensor | None) -> tuple[Tensor, Tensor] | tuple[()]:
+    return () if deepstack_TLE is None else (deepstack_TLE.transpose(0, 1), is_media_T)

@@ -60,7 +60,8 @@ def verify_engine(
         is_row_stage = part.phase not in (Phase.PREFILL, Phase.DECODE)
         batches = _RowBatches(graphs, part) if is_row_stage else _TokenBatches(runner, part, cache)
         with torch.no_grad():
-            graphs.prefill.output_buffer("hidden").normal_()
+            for states in graphs.state_buffers:
+                states.normal_()
             graphs.logits.normal_(std=3)
         target = CheckTarget(
             name=str(part.phase),

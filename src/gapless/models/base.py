@@ -49,6 +49,10 @@ class CausalModel(Protocol):
     has_fused_kernels: bool
     """Whether it runs on the kernels of ``gapless.kernels``; the caller's own last steps then do too."""
 
+    @property
+    def has_tail(self) -> bool:
+        """Whether ``layers`` can stop behind the last attention, and ``tail`` do the rest for few rows."""
+
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """``[T] int32/int64 -> [T, E]``."""
 
@@ -77,6 +81,23 @@ class CausalModel(Protocol):
     ) -> Tensor:
         """``layers(embed(ids), positions)``, where an id is the larger of ``input_ids[t]`` and
         ``drawn[drawn_rows[t]]``."""
+
+    def layers_to_tail(
+        self,
+        hidden_TE: Tensor,
+        positions: Tensor,
+        deepstack_LTE: Tensor | None = None,
+        is_media_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``layers`` up to the last layer's attention: ``(its heads [T, H * D], residual stream [T, E])``."""
+
+    def drawn_to_tail(
+        self, input_ids_T: Tensor, positions: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden_states_of_drawn``, as far as ``layers_to_tail``."""
+
+    def tail(self, attended_RC: Tensor, residual_RE: Tensor) -> Tensor:
+        """The rest of ``layers`` for any rows: ``[R, H * D], [R, E] -> [R, E]``."""
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""

@@ -25,10 +25,13 @@ from gapless.models.base import ModelInfo
 from gapless.models.config import DecoderConfig
 from gapless.models.fused import (
     activated,
+    fused_drawn_to_tail,
     fused_embed_media,
     fused_hidden_states,
     fused_layers,
     fused_linear,
+    fused_tail,
+    fused_to_tail,
     prepare_products,
 )
 from gapless.models.layers import (
@@ -182,6 +185,34 @@ class Decoder(nn.Module):
             )
         drawn_T = drawn_R.index_select(0, drawn_rows_T)
         return self.layers(self.embed(torch.maximum(input_ids_T, drawn_T)), positions)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the stack can end behind the last layer's attention (``fused.py``). A mixture of experts
+        routes all tokens of a step, features of media are added to all, and ranks sum all rows."""
+        is_plain = isinstance(self.blocks[-1].mlp, GatedMLP) and self.info.num_deepstack < len(self.blocks)
+        return self.has_fused_kernels and self.shard.is_whole and is_plain
+
+    def layers_to_tail(
+        self,
+        hidden_TE: Tensor,
+        positions: Tensor,
+        deepstack_LTE: Tensor | None = None,
+        is_media_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``layers`` up to the last layer's attention: its heads ``[T, H * D]`` and the residual stream ``[T,
+        E]``; where ``has_tail``."""
+        return fused_to_tail(self, hidden_TE, positions, deepstack_LTE, is_media_T)
+
+    def drawn_to_tail(
+        self, input_ids_T: Tensor, positions: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden_states_of_drawn``, as far as ``layers_to_tail``."""
+        return fused_drawn_to_tail(self, input_ids_T, positions, drawn_rows_T=drawn_rows_T, drawn_R=drawn_R)
+
+    def tail(self, attended_RC: Tensor, residual_RE: Tensor) -> Tensor:
+        """The rest of ``layers``, for rows of what ``layers_to_tail`` gave: ``-> [R, E]``."""
+        return fused_tail(self, attended_RC, residual_RE)
 
     def head(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` float32 logits."""

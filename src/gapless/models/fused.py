@@ -4,8 +4,11 @@ The same parameters and the same order of operations as the modules of ``decoder
 oracle; only what lies between two matrix products is one kernel each. A layer is nine nodes of a graph: four
 products, attention, and four kernels. The addition to the residual stream joins the norm after it, also the
 next layer's, and where ranks meet their sum joins both; a mixture of experts is five nodes (six with many
-tokens), of which the last adds and norms too. ``T`` tokens, ``E`` hidden size, ``C`` columns of merged heads,
-``H`` query heads, ``D`` head size.
+tokens), of which the last adds and norms too.
+
+A prompt needs the last layer's feed-forward for its sampled rows alone. So the stack can end behind that
+layer's attention, and its *tail* follows for few rows. ``T`` tokens, ``R`` sampled rows, ``E`` hidden size,
+``C`` columns of merged heads, ``H`` query heads, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -59,9 +62,27 @@ def fused_layers(
     is_media_T: Tensor | None = None,
 ) -> Tensor:
     """The layer stack and the final norm: ``[T, E], [T] or [3, T] -> [T, E]``."""
-    rope, norm = _rope_table(model, positions), model.blocks[0].attention_norm
-    normed_TE = fused_rms_norm(hidden_TE, norm.weight, norm.eps)
-    return _run_layers(model, hidden_TE, normed_TE, rope, deepstack_LTE, is_media_T)
+    return _run_layers(model, *_first_norm(model, hidden_TE, positions), deepstack_LTE, is_media_T)[1]
+
+
+def fused_to_tail(
+    model: Decoder,
+    hidden_TE: Tensor,
+    positions: Tensor,
+    deepstack_LTE: Tensor | None = None,
+    is_media_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The layer stack up to the last layer's attention: ``(heads [T, C], residual stream [T, E])``."""
+    started = _first_norm(model, hidden_TE, positions)
+    return _run_layers(model, *started, deepstack_LTE, is_media_T, to_tail=True)
+
+
+def fused_tail(model: Decoder, attended_RC: Tensor, residual_RE: Tensor) -> Tensor:
+    """What follows ``fused_to_tail``, the final norm included: ``-> [R, E]``."""
+    block, norm = model.blocks[-1], model.final_norm
+    partial_RE = fused_linear(block.attention.out, attended_RC)
+    residual_RE, normed_RE = _add_and_norm(partial_RE, residual_RE, block.mlp_norm, model.shard)
+    return _add_and_norm(block.mlp.fused(normed_RE), residual_RE, norm, model.shard)[1]
 
 
 def fused_hidden_states(
@@ -69,14 +90,15 @@ def fused_hidden_states(
 ) -> Tensor:
     """Embedding, layers and final norm: ``[T], [T] or [3, T] -> [T, E]``. Where ``input_ids`` is 0, the token
     is ``drawn[drawn_rows]``: what the step before drew, which the host need not know."""
-    if not model.shard.is_whole:  # a sum over ranks lies between embedding and norm
-        drawn_T = drawn_R.index_select(0, drawn_rows_T)
-        return fused_layers(model, model.embed(torch.maximum(input_ids_T, drawn_T)), positions)
-    rope, norm = _rope_table(model, positions), model.blocks[0].attention_norm
-    hidden_TE, normed_TE = fused_embed_rms_norm(
-        input_ids_T, drawn_rows_T, drawn_R, model.embedding, norm.weight, norm.eps
-    )
-    return _run_layers(model, hidden_TE, normed_TE, rope)
+    return _run_layers(model, *_embed_drawn(model, input_ids_T, positions, drawn_rows_T, drawn_R))[1]
+
+
+def fused_drawn_to_tail(
+    model: Decoder, input_ids_T: Tensor, positions: Tensor, *, drawn_rows_T: Tensor, drawn_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``fused_hidden_states`` up to the last layer's attention, as ``fused_to_tail``."""
+    started = _embed_drawn(model, input_ids_T, positions, drawn_rows_T, drawn_R)
+    return _run_layers(model, *started, to_tail=True)
 
 
 def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
@@ -104,6 +126,28 @@ def _matrices(linears: Sequence[Linear], *, is_gated: bool = False) -> Matrices:
     return Matrices(weights=weights, bias=linears[0].bias if linears else None, is_gated=is_gated)
 
 
+Started = tuple[Tensor, Tensor, tuple[Tensor, Tensor | None]]
+"""What the layers begin with: the residual stream, its norm, the rotary table with each token's row in it."""
+
+
+def _first_norm(model: Decoder, hidden_TE: Tensor, positions: Tensor) -> Started:
+    rope, norm = _rope_table(model, positions), model.blocks[0].attention_norm
+    return hidden_TE, fused_rms_norm(hidden_TE, norm.weight, norm.eps), rope
+
+
+def _embed_drawn(
+    model: Decoder, input_ids_T: Tensor, positions: Tensor, drawn_rows_T: Tensor, drawn_R: Tensor
+) -> Started:
+    if not model.shard.is_whole:  # a sum over ranks lies between embedding and norm
+        drawn_T = drawn_R.index_select(0, drawn_rows_T)
+        return _first_norm(model, model.embed(torch.maximum(input_ids_T, drawn_T)), positions)
+    rope, norm = _rope_table(model, positions), model.blocks[0].attention_norm
+    hidden_TE, normed_TE = fused_embed_rms_norm(
+        input_ids_T, drawn_rows_T, drawn_R, model.embedding, norm.weight, norm.eps
+    )
+    return hidden_TE, normed_TE, rope
+
+
 def _run_layers(
     model: Decoder,
     residual_TE: Tensor,
@@ -111,15 +155,22 @@ def _run_layers(
     rope: tuple[Tensor, Tensor | None],
     deepstack_LTE: Tensor | None = None,
     is_media_T: Tensor | None = None,
-) -> Tensor:
+    *,
+    to_tail: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream and its final norm; ``to_tail``: what ``fused_tail`` takes."""
+    last = len(model.blocks) - 1
     num_deepstack = 0 if deepstack_LTE is None else deepstack_LTE.shape[0]
     norms_after = [*(block.attention_norm for block in model.blocks[1:]), model.final_norm]
     is_short = in_short_warm_up()
     for index, (block, norm_after) in enumerate(zip(model.blocks, norms_after, strict=True)):
-        if is_short and index not in model.first_of_each_kind:
+        ends_here = to_tail and index == last
+        if is_short and index not in model.first_of_each_kind and not ends_here:
             continue
-        attended_THD = _attention(block.attention, normed_TE, *rope)
-        partial_TE = fused_linear(block.attention.out, attended_THD.flatten(1))
+        attended_TC = _attention(block.attention, normed_TE, *rope).flatten(1)
+        if ends_here:
+            return attended_TC, residual_TE
+        partial_TE = fused_linear(block.attention.out, attended_TC)
         residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, block.mlp_norm, model.shard)
         has_deepstack = index < num_deepstack
         if isinstance(block.mlp, MixtureOfExperts) and model.shard.is_whole and not has_deepstack:
@@ -135,7 +186,7 @@ def _run_layers(
             )
         else:
             residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, norm_after, model.shard)
-    return normed_TE
+    return residual_TE, normed_TE
 
 
 def _rope_table(model: Decoder, positions: Tensor) -> tuple[Tensor, Tensor | None]:
