@@ -57,7 +57,7 @@ def _fake_packed_linear(hidden_TI: Tensor, handle: int, out_features: int) -> Te
     return hidden_TI.new_empty(hidden_TI.shape[0], out_features)
 
 
-@register_custom_op(fake=_fake_packed_linear)
+@register_custom_op(fake=_fake_packed_linear, is_fresh=True)
 def packed_linear(hidden_TI: Tensor, handle: int, out_features: int) -> Tensor:
     """``hidden @ weight.T + bias`` for the weight behind ``handle``."""
     packed, bias = _table[handle]
@@ -89,7 +89,8 @@ def _is_intel() -> bool:
 
 
 def _multiply(hidden_TI: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(hidden_TI, packed, bias, "none", [], "")
+    # The overload itself: to choose one by the arguments takes longer than some products do.
+    return torch.ops.mkldnn._linear_pointwise.default._op(hidden_TI, packed, bias, "none", [], "")
 
 
 def _reorder(weight: Tensor) -> Any:

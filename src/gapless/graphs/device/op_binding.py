@@ -101,6 +101,8 @@ _FAST_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: torch.mm,
     _aten.bmm.default: torch.bmm,
     _aten.addmm.default: torch.addmm,
+    _aten.addcdiv.default: torch.addcdiv,
+    _aten.addcmul.default: torch.addcmul,
     _aten.baddbmm.default: torch.baddbmm,
     _aten.cat.default: torch.cat,
     _aten.neg.default: torch.neg,
@@ -125,9 +127,12 @@ _FAST_METHODS: dict[Any, str] = {
     _aten.zero_.default: "zero_",
     _aten.fill_.Scalar: "fill_",
     _aten.add_.Tensor: "add_",
+    _aten.add_.Scalar: "add_",
     _aten.sub_.Tensor: "sub_",
     _aten.mul_.Tensor: "mul_",
     _aten.div_.Tensor: "div_",
+    _aten.addcmul_.default: "addcmul_",
+    _aten.rsqrt_.default: "rsqrt_",
     _aten.index_copy_.default: "index_copy_",
 }
 
