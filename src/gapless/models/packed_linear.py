@@ -89,8 +89,13 @@ def _is_intel() -> bool:
 
 
 def _multiply(hidden_TI: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-    # The overload itself: to choose one by the arguments takes longer than some products do.
-    return torch.ops.mkldnn._linear_pointwise.default._op(hidden_TI, packed, bias, "none", [], "")
+    return _product()(hidden_TI, packed, bias, "none", [], "")
+
+
+@functools.cache
+def _product() -> Callable[..., Tensor]:
+    """oneDNN's product, past the choice of an overload by the arguments, which is made at every call."""
+    return torch.ops.mkldnn._linear_pointwise.default._op
 
 
 def _reorder(weight: Tensor) -> Any:
