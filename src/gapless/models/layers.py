@@ -113,7 +113,7 @@ class UnitRMS(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         squares = (hidden * hidden).sum(dim=-1, keepdim=True)
-        return hidden * torch.addcdiv(self.eps_1, squares, self.size_1).rsqrt_()
+        return hidden * torch.addcdiv(self.eps_1, squares, self.size_1).rsqrt()
 
 
 class RMSNorm(nn.Module):

@@ -152,12 +152,14 @@ def rope_table(config: RopeConfig, *, max_positions: int, dtype: torch.dtype, de
 
 def rotate(heads_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     """Rotate each head of each token by its position's angles: ``[T, H, D] -> [T, H, D]``, a new tensor."""
-    halves_TH2F = heads_THD.unflatten(-1, (2, -1))
-    rotated_TH2F = halves_TH2F * cos_T1F.unsqueeze(2)
-    first_THF, second_THF = halves_TH2F.unbind(2)
-    rotated_TH2F[:, :, 0].addcmul_(second_THF, sin_T1F, value=-1)
-    rotated_TH2F[:, :, 1].addcmul_(first_THF, sin_T1F)
-    return rotated_TH2F.flatten(2)
+    first_THF, second_THF = heads_THD.chunk(2, dim=-1)
+    return torch.cat(
+        (
+            torch.addcmul(first_THF * cos_T1F, second_THF, sin_T1F, value=-1),
+            torch.addcmul(second_THF * cos_T1F, first_THF, sin_T1F),
+        ),
+        dim=-1,
+    )
 
 
 class _RopeReader:

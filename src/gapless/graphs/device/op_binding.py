@@ -131,8 +131,6 @@ _FAST_METHODS: dict[Any, str] = {
     _aten.sub_.Tensor: "sub_",
     _aten.mul_.Tensor: "mul_",
     _aten.div_.Tensor: "div_",
-    _aten.addcmul_.default: "addcmul_",
-    _aten.rsqrt_.default: "rsqrt_",
     _aten.index_copy_.default: "index_copy_",
 }
 
