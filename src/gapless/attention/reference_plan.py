@@ -48,6 +48,8 @@ class DecodeChunk:
     offset_of_key: Tensor
     """[R * L], its offset within the block."""
     mask_R11L: Tensor
+    mask: Tensor | None = None
+    """The mask that ``mask_of`` made last."""
     slots: tuple[Tensor, Tensor] | None = None
     """Blocks, and the cache slots of all keys for these blocks: layers of one step share a block table."""
 
@@ -58,6 +60,13 @@ class DecodeChunk:
             slots = blocks.index_select(0, self.block_of_key) * block_size + self.offset_of_key
             known = self.slots = (blocks, slots)
         return known[1]
+
+    def mask_of(self, dtype: torch.dtype, num_queries: int) -> Tensor:
+        """``[R, 1, Q, L]``, the same for each of the Q query rows of a key/value head."""
+        known = self.mask
+        if known is None or known.dtype != dtype or known.shape[2] != num_queries:
+            known = self.mask = self.mask_R11L.to(dtype).expand(-1, -1, num_queries, -1)
+        return known
 
 
 @functools.lru_cache(maxsize=16)

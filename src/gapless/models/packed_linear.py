@@ -57,7 +57,7 @@ def _fake_packed_linear(hidden_TI: Tensor, handle: int, out_features: int) -> Te
     return hidden_TI.new_empty(hidden_TI.shape[0], out_features)
 
 
-@register_custom_op(fake=_fake_packed_linear)
+@register_custom_op(fake=_fake_packed_linear, is_fresh=True)
 def packed_linear(hidden_TI: Tensor, handle: int, out_features: int) -> Tensor:
     """``hidden @ weight.T + bias`` for the weight behind ``handle``."""
     packed, bias = _table[handle]
@@ -89,7 +89,13 @@ def _is_intel() -> bool:
 
 
 def _multiply(hidden_TI: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(hidden_TI, packed, bias, "none", [], "")
+    return _product()(hidden_TI, packed, bias, "none", [], "")
+
+
+@functools.cache
+def _product() -> Callable[..., Tensor]:
+    """oneDNN's product, past the choice of an overload by the arguments, which is made at every call."""
+    return torch.ops.mkldnn._linear_pointwise.default._op
 
 
 def _reorder(weight: Tensor) -> Any:

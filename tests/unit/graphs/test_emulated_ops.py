@@ -57,6 +57,9 @@ OPS: dict[str, Callable[[Inputs], object]] = {
     "div_int": lambda n: n.i / 3,
     "floor_div": lambda n: n.i // 2,
     "pow": lambda n: n.x.pow(2),
+    "addcmul": lambda n: torch.addcmul(n.x, n.y, n.b, value=-1),
+    "addcdiv": lambda n: torch.addcdiv(n.x, n.y, n.b, value=0.5),
+    "add_scalar_in_place": lambda n: n.x.clone().add_(1.5, alpha=2),
     "neg_exp_cos_sin": lambda n: (-n.x).exp() + n.x.cos() * n.x.sin(),
     "rsqrt": lambda n: torch.rsqrt(n.x.abs() + 1),
     "sigmoid_tanh": lambda n: torch.sigmoid(n.x) + torch.tanh(n.y),
@@ -311,6 +314,33 @@ def test_an_op_that_returns_and_declares_nothing_runs_at_every_replay(device):
         x.fill_(value)
         segment.replay()
     assert SEEN == [6.0, 30.0]
+
+
+@register_custom_op
+def emulated_test_note_autograd(value: Tensor) -> None:
+    SEEN.append(float(_is_past_autograd()))
+    if value[0] < 0:
+        raise ValueError("negative")
+
+
+def _is_past_autograd() -> bool:
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
+
+
+def test_a_replay_goes_past_autograd_and_leaves_it_as_it_was(device):
+    x = torch.ones(3)
+    segment, _ = record(device, lambda: emulated_test_note_autograd(x))
+    SEEN.clear()
+    segment.replay()
+    assert SEEN == [1.0]
+    x.fill_(-1)
+    with pytest.raises(ValueError, match="negative"):
+        segment.replay()
+    assert not _is_past_autograd()
+    weight = torch.ones(2, requires_grad=True)
+    (weight * 3).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0]
 
 
 def test_custom_op_is_one_opaque_node_run_at_replay(device):
