@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import warnings
@@ -53,6 +54,34 @@ def times_batch(h: Tensor) -> Tensor:
     return h * get_forward_context().batch
 
 
+@eager_break
+def scale_and_more(h: Tensor) -> Tensor:
+    return scale(h) + 1
+
+
+@functools.cache
+def side_streams() -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream() for _ in range(3)]
+
+
+def on_three_streams(x: Tensor) -> Tensor:
+    """Forked one from another, joined in another order."""
+    main, (first, second, third) = torch.cuda.current_stream(), side_streams()
+    first.wait_stream(main)
+    with torch.cuda.stream(first):
+        a = x * 2
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            b = a + 1
+        c = a - 1
+    third.wait_stream(main)
+    with torch.cuda.stream(third):
+        d = x.cos()
+    for side in (second, third, first):
+        main.wait_stream(side)
+    return b * c + d
+
+
 def mlp(x: Tensor, w: Tensor) -> Tensor:
     return torch.softmax(torch.nn.functional.silu(x @ w) @ w.t() * 0.1 + x, -1)
 
@@ -64,6 +93,9 @@ FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two_breaks_in_a_row": lambda x, w: scale(scale(x + 1)) @ w,
     "loop": lambda x, w: [x := scale(x @ w * 0.01) - 1 for _ in range(6)][-1],
     "used_much_later": lambda x, w: (a := scale(x @ w), b := scale(a * 0.1), a + b)[-1],
+    "nested_break": lambda x, w: scale_and_more(x @ w) + 1,
+    "streams": lambda x, w: on_three_streams(x @ w * 0.01),
+    "streams_beside_breaks": lambda x, w: on_three_streams(scale(on_three_streams(x) @ w * 0.01)) + 1,
     "host_read_in_a_break": lambda x, w: host_read(x @ w) + 1,
 }
 
@@ -174,6 +206,35 @@ def read_the_device(x: Tensor) -> Tensor:
     return x * x.sum().item()
 
 
+def synchronise(x: Tensor) -> Tensor:
+    y = x + 1
+    torch.cuda.synchronize()
+    return y
+
+
+def make_shapes_of_data(x: Tensor) -> Tensor:
+    return torch.nonzero(x)
+
+
+@eager_break
+def read_no_list(h: Tensor) -> Tensor:
+    return h * [][h.dim()]
+
+
+def fail_in_a_break(x: Tensor) -> Tensor:
+    return read_no_list(x + 1)
+
+
+def fork_across_a_break(x: Tensor) -> Tensor:
+    main, side = torch.cuda.current_stream(), side_streams()[0]
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        y = x * 2
+    z = scale(x)
+    main.wait_stream(side)
+    return y + z
+
+
 def raise_error(x: Tensor) -> Tensor:
     raise LookupError(f"on purpose, after {(x * 2).shape}")
 
@@ -200,23 +261,39 @@ def break_then_read(x: Tensor) -> Tensor:
 
 FAILURES = {
     "host_read": (read_the_device, "segment 0"),
+    "synchronisation": (synchronise, "failing op: torch.cuda.synchronize()"),
+    "unsupported_op": (make_shapes_of_data, r"failing op: torch.nonzero\("),
     "exception": (raise_error, "LookupError: on purpose"),
     "unjoined_stream": (leave_a_stream_unjoined, "not joined"),
+    "stream_forked_across_a_break": (fork_across_a_break, "not joined"),
     "after_a_break": (break_then_read, "segment 1"),
+    "in_a_break": (fail_in_a_break, r"failing op: \[\]\[h.dim\(\)\]"),
     "allocation": (allocate_too_much, "OutOfMemoryError"),
     "allocation_after_a_break": (break_then_allocate_too_much, "segment 1"),
 }
+"""Forward, and what its message has."""
+WITHOUT_BREAKS = (
+    "host_read",
+    "synchronisation",
+    "unsupported_op",
+    "exception",
+    "allocation",
+    "unjoined_stream",
+)
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_after_a_failed_capture_everything_works_again(name, cuda, pool):
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*((name, Strategy.BREAKABLE) for name in FAILURES), *((name, Strategy.FULL) for name in WITHOUT_BREAKS)],
+)
+def test_after_a_failed_capture_everything_works_again(name, strategy, cuda, pool):
     """Older graphs (with random numbers too), eager random numbers, and a later capture in the same pool."""
     fn, expected = FAILURES[name]
     x = new(512)
     program, out = capture(cuda, pool, lambda: torch.rand_like(x) + x)
     program.replay()
     with pytest.raises(CaptureError, match=expected) as raised:
-        capture_program(lambda: fn(x), device=cuda, pool=pool, strategy=Strategy.BREAKABLE)
+        capture_program(lambda: fn(x), device=cuda, pool=pool, strategy=strategy)
     assert "test_cuda_device.py:" in str(raised.value)
     assert not cuda.is_recording()
     assert gc.isenabled()
@@ -227,6 +304,19 @@ def test_after_a_failed_capture_everything_works_again(name, cuda, pool):
     x.normal_()
     later.replay()
     assert torch.equal(later_out, (x + 1) * 10 - 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_current_device_is_what_it_was_after_a_failed_capture(cuda, pool):
+    x = new(8)
+
+    def forward() -> Tensor:
+        torch.cuda.set_device(1)
+        return x * x.sum().item()
+
+    assert torch.cuda.current_device() == 0
+    capture_fails(cuda, pool, forward)
+    assert torch.cuda.current_device() == 0
 
 
 def test_memory_of_failed_captures_comes_back_with_their_pool(cuda):

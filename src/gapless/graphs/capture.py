@@ -11,6 +11,7 @@ together.
 from __future__ import annotations
 
 import gc
+import linecache
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -164,29 +165,40 @@ def _nested() -> Iterator[None]:
 def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice, what: str) -> CaptureError:
     if isinstance(error, PeerCaptureError):
         return error
-    last_op = device.last_op or "unknown"
     reason = str(error) or type(error).__name__
     if not isinstance(error, CaptureError):
         reason = f"{type(error).__name__}: {reason}"
     hints = "; ".join(f"({i}) {hint}" for i, hint in enumerate(_HINTS, 1))
-    line = _user_line(error)
+    line, call = _user_line(error)
     return CaptureError(
         f"capture of {what} failed in segment {recorder.segment_index}: {reason}\n"
-        f"  last recorded op: {last_op}\n  source line: {line}\n  usual causes: {hints}",
+        f"  failing op: {call}\n  last recorded op: {device.last_op or 'not known on this device'}\n"
+        f"  source line: {line}\n  usual causes: {hints}",
         cause=f"{' '.join(reason.split())} ({line})",
     )
 
 
-def _user_line(error: BaseException) -> str:
-    """The innermost line of the error's traceback that belongs to the user's code.
+def _user_line(error: BaseException) -> tuple[str, str]:
+    """The innermost line of the error's traceback that belongs to the user's code, and what of it raised, as
+    it stands there: CUDA records ops that nobody names, but Python knows which call was under way.
 
     Ending a capture can fail after the forward has returned: then the line that asked for the capture.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not is_internal_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return f"{user_source_line()} (asked for this capture)"
+            return f"{frame.filename}:{frame.lineno} in {frame.name}", _expression(frame)
+    return f"{user_source_line()} (asked for this capture)", "none: the forward had returned"
+
+
+def _expression(frame: traceback.FrameSummary) -> str:
+    """The part of its source that ``frame`` was running, without line breaks; ``unknown`` without source."""
+    first, last = frame.lineno, frame.end_lineno
+    if first is None or last is None or frame.colno is None or frame.end_colno is None:
+        return "unknown"
+    lines = [linecache.getline(frame.filename, n).encode() for n in range(first, last + 1)]
+    lines[-1] = lines[-1][: frame.end_colno]  # columns count bytes
+    lines[0] = lines[0][frame.colno :]
+    return " ".join(b"".join(lines).decode(errors="replace").split()) or "unknown"
 
 
 def _clear_frames(error: BaseException | None) -> None:

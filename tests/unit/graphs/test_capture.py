@@ -107,6 +107,29 @@ def test_failure_names_the_last_recorded_op(device):
     assert "last recorded op: aten.add.Tensor" in str(try_capture(device, fails_after_ops))
 
 
+def test_failure_names_the_call_that_raised_as_the_source_has_it(device):
+    def reads() -> Tensor:
+        x = torch.ones(3)
+        return x + x.sum().item()
+
+    def reads_on_many_lines() -> Tensor:
+        return torch.full(
+            (2, 2),
+            float(torch.ones(3).sum()),
+        )
+
+    assert "failing op: x.sum().item()\n" in str(try_capture(device, reads))
+    assert "failing op: float(torch.ones(3).sum())\n" in str(try_capture(device, reads_on_many_lines))
+
+
+def test_without_source_the_call_is_unknown_and_the_line_is_not(device):
+    scope = {"torch": torch}
+    exec(compile("def fails():\n    return torch.ones(3).sum().item()\n", "made_up.py", "exec"), scope)
+    message = str(try_capture(device, scope["fails"]))
+    assert "failing op: unknown" in message
+    assert "source line: made_up.py:2 in fails" in message
+
+
 @by_failure
 def test_failure_keeps_the_original_error_as_its_cause(fn, segment, reason, device):
     cause = try_capture(device, fn).__cause__

@@ -43,6 +43,8 @@ class CudaRuntime:
         return found
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Its end makes the stream of before current again, and with it that stream's device, whatever the
+        block has set."""
         return torch.cuda.stream(stream)
 
     def set_stream(self, stream: Any) -> None:
