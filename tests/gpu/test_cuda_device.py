@@ -319,6 +319,23 @@ def test_the_current_device_is_what_it_was_after_a_failed_capture(cuda, pool):
     assert torch.cuda.current_device() == 0
 
 
+def test_draws_of_a_failed_capture_are_undone(cuda, pool):
+    """A segment behind which a break comes is replayed while the rest is captured."""
+    x = new(64)
+
+    def forward() -> Tensor:
+        return read_no_list(torch.rand_like(x) + x)
+
+    torch.manual_seed(5)
+    torch.rand(3, device="cuda")
+    expected = torch.rand(64, device="cuda")
+    torch.manual_seed(5)
+    torch.rand(3, device="cuda")
+    with pytest.raises(CaptureError):
+        capture_program(forward, device=cuda, pool=pool, strategy=Strategy.BREAKABLE)
+    assert torch.equal(torch.rand(64, device="cuda"), expected)
+
+
 def test_memory_of_failed_captures_comes_back_with_their_pool(cuda):
     """Until then each keeps its own: its handle cannot be used again, nor its graph destroyed."""
     x = new(1 << 20)

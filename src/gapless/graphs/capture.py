@@ -56,7 +56,7 @@ def capture_program(
     recorder = ProgramRecorder(device, pool, peers)
     breaks_go_to = recorder if strategy.runtime_mode is RuntimeMode.PIECEWISE else None
     with capture_pass(device), torch.no_grad(), nullcontext() if peers is None else peers.capturing():
-        random_state = torch.get_rng_state()  # segments replay during a breakable capture and may draw
+        put_back_random_state = device.keep_random_state()  # segments of a breakable capture replay: may draw
         try:
             recorder.begin()
             with activate(breaks_go_to):
@@ -66,7 +66,7 @@ def capture_program(
             return program, outputs
         except BaseException as error:
             recorder.abandon()
-            torch.set_rng_state(random_state)
+            put_back_random_state()
             # KeyboardInterrupt and the like pass through, and so does the end of a peer.
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise

@@ -64,6 +64,8 @@ class FakeRuntime:
         self.graphs: list[FakeGraph] = []
         self.capturing: FakeGraph | None = None
         self.generator_believes_capturing = False
+        self.offset = 0
+        """Of the random generator."""
         self.end_error: str | None = None
         self.begin_error: str | None = None
         self.has_work = True
@@ -96,6 +98,15 @@ class FakeRuntime:
 
     def is_current_device(self) -> bool:
         return self.is_current
+
+    def random_state(self) -> int:
+        assert self.capturing is None
+        return self.offset
+
+    def set_random_state(self, state: int) -> None:
+        if self.generator_believes_capturing:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::set_current_seed during CUDA graph capture")
+        self.offset = state
 
     def synchronize(self) -> None:
         assert self.capturing is None
@@ -281,6 +292,20 @@ def test_breakable_replays_each_segment_outside_any_capture(cuda, runtime):
     program.replay()
     assert runtime.log == ["replay 1", "body", "replay 2", "body", "replay 3"]
     assert program.num_nodes == 15
+
+
+@pytest.mark.parametrize("end_error", [None, "operation failed due to a previous error during capture"])
+def test_draws_of_a_failed_capture_are_undone(cuda, runtime, end_error):
+    runtime.offset = 3
+
+    def forward() -> None:
+        runtime.offset += 4  # what a replayed segment draws
+        runtime.end_error = end_error
+        raise LookupError
+
+    with pytest.raises(CaptureError):
+        capture(cuda, forward, strategy=Strategy.BREAKABLE)
+    assert runtime.offset == 3
 
 
 @pytest.mark.parametrize("how", ["warning", "count"])

@@ -127,6 +127,9 @@ class GraphDevice(Protocol):
 
     def memory(self, pool: Pool | None = None) -> MemoryReading: ...
 
+    def keep_random_state(self) -> Callable[[], None]:
+        """What puts the default generators, the CPU's too, back to where they are. Not while recording."""
+
     def trim(self) -> None:
         """Give back to the system what the process has allocated for tensors that are gone. It waits for the
         device; pools keep what is theirs."""

@@ -265,6 +265,18 @@ class CudaDevice:
             free_bytes=self._runtime.free_memory(),
         )
 
+    def keep_random_state(self) -> Callable[[], None]:
+        of_cpu, of_device = torch.get_rng_state(), self._runtime.random_state()
+
+        def put_back() -> None:
+            torch.set_rng_state(of_cpu)
+            try:
+                self._runtime.set_random_state(of_device)
+            except RuntimeError as error:  # it may still believe that it is being captured
+                logger.warning("draws of a failed capture could not be undone: %s", error)
+
+        return put_back
+
     def trim(self) -> None:
         self._runtime.empty_cache()
 

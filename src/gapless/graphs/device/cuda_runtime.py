@@ -140,6 +140,14 @@ class CudaRuntime:
     def free_memory(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0]
 
+    def random_state(self) -> Any:
+        """Of the device's default generator: seed and offset, without waiting for the device."""
+        return torch.cuda.get_rng_state(self._device)
+
+    def set_random_state(self, state: Any) -> None:
+        """Raises ``RuntimeError`` while the generator is being captured, or believes so."""
+        torch.cuda.set_rng_state(state, self._device)
+
     def load_tiny_kernels(self) -> None:
         """Run the kernel of ``do_some_work`` outside any capture (it loads lazily), with no default draw."""
         own = torch.Generator(self._device)

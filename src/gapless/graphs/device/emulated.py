@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,6 +255,9 @@ class EmulatedDevice:
             allocated_bytes=sum(p.bytes_in_use for p in self._pools),
             free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         )
+
+    def keep_random_state(self) -> Callable[[], None]:
+        return partial(torch.set_rng_state, torch.get_rng_state())
 
     def trim(self) -> None:
         pass
