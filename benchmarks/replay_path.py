@@ -68,8 +68,8 @@ class ReplayPath:
         self._runner, self._descriptor, self._walked = runner, descriptor, walked
         self._dispatcher, self._device = opened.runner.dispatcher, runner.store.device
         arrays = engine_arrays(opened.runner, descriptor)
-        # The dummy has what the builder does not make: which tokens are an image's (none).
         own = opened.runner.graphs.inputs_of(runner, arrays.values)
+        # The dummy has what the builder does not make: which tokens are an image's (none).
         self._values = {**runner.dummy(descriptor), **own}
         self._query_lens, num_reqs = arrays.query_lens, len(arrays.query_lens)
         self._sizes = {"tokens": descriptor.num_tokens, "reqs": num_reqs, "rows": num_reqs}

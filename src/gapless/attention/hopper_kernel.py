@@ -42,8 +42,9 @@ from gapless.attention.hopper_tiles import (
     start_scores,
     tile_of_round,
 )
+from gapless.attention.tile_rules import HOPPER_CONSUMER_ROWS
 
-CONSUMER_ROWS = gl.constexpr(64)
+CONSUMER_ROWS = gl.constexpr(HOPPER_CONSUMER_ROWS)
 CONSUMER_WARPS = gl.constexpr(4)
 CONSUMER_REGISTERS = gl.constexpr(232)
 """A thread's. Two consumers and the producer, which counts as four warps, share the 512 that a multiprocessor

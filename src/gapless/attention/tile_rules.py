@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gapless.kernels.select import HOPPER_SHARED_BYTES, next_power_of_2, stages_that_fit
 
 HOPPER_CONSUMER_ROWS = 64
+"""Of queries, that one consumer of the kernel for Hopper has."""
 MIN_TILE_ROWS = 16
 """The smallest matrix product Triton's ``dot`` takes."""
 
@@ -101,8 +102,8 @@ def hopper_tile(
 ) -> PrefillTile | None:
     """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. A consumer has 64 rows,
     because that is what a tensor-core product of a warpgroup takes; ``num_warps`` are those of one. Two share
-    a program's keys, but where there are too few rows for all multiprocessors: there each is a program of its
-    own. Fewer keys at a time leave less of a prompt's last tile behind the mask, more are quicker each."""
+    a program's keys, except where there are too few rows for all multiprocessors: there each is a program of
+    its own. Fewer keys at a time leave less of a prompt's last tile behind the mask, more are quicker."""
     if head_size not in (64, 128) or itemsize != 2 or window or num_tokens < _SHORT_HOPPER_PREFILL:
         return None
     is_few = num_tokens * num_heads <= _FEW_HOPPER_ROWS

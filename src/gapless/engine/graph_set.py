@@ -3,9 +3,9 @@
 *Full* prefill captures embedding, layers and final norm, keyed by tokens; *breakable* captures the layers
 alone and embeds eagerly on the real batch; *piecewise* captures embedding and layers as pieces of a traced
 forward. All leave hidden states in a shared buffer from which the head, a graph of its own keyed by sampled
-rows, picks the last token of each request. Full prefill on fused kernels stops before the last layer's
-feed-forward, which the head's graph does for those tokens alone. *Full* decode holds everything
-up to the greedy token in one graph. Random sampling is a graph over the logits, with every parameter in a
+rows, picks the last token of each request. Full prefill on fused kernels stops behind the last layer's
+attention, and the head's graph does what follows for those tokens alone. *Full* decode holds everything up to
+the greedy token in one graph. Random sampling is a graph over the logits, with every parameter in a
 static buffer. All of them run one after another on one stream, so they share one pool. Read ``runner.py`` for
 how a step uses them.
 """
@@ -297,8 +297,8 @@ class GraphSet:
         return self._model.head(hidden_RE)
 
     def inputs_of(self, runner: GraphRunner, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """What ``runner`` is loaded with: the arrays of a step, but for one of single tokens that a prefill
-        graph serves."""
+        """What ``runner`` is loaded with: a step's arrays as they were built; those of single tokens, which
+        are built for decode, as the inputs of a prefill graph where one serves them."""
         if self.makes_slots and runner is self.prefill and PACKED_TABLES not in values:
             return select_inputs(values, runner.inputs)
         return values

@@ -112,8 +112,8 @@ class BatchBuilder:
         rope_axes: int = 1,
         makes_slots: bool = False,
     ) -> None:
-        """``makes_slots``: of the graphs that serve steps with more tokens than requests, which are built for
-        these (and other steps as for any graph)."""
+        """``makes_slots``: whether prefill graphs make positions, slots and tables. Steps with more tokens
+        than requests are built for these graphs, steps of single tokens as for any other."""
         self._block_size, self._max_num_reqs = block_size, max_num_reqs
         self._rope_axes, self._makes_slots = rope_axes, makes_slots
         self._drawn: dict[

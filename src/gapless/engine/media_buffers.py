@@ -69,7 +69,7 @@ def media_to_tail(
     is_media_T: Tensor,
     deepstack_TLE: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``model.layers_to_tail`` likewise."""
+    """``model.layers_to_tail`` on the same; what it gives: ``models/base.py``."""
     return model.layers_to_tail(hidden_TE, positions, *_features(is_media_T, deepstack_TLE))
 
 

@@ -6,8 +6,9 @@ earlier batch left. All that stays is what the last load put there and this one 
 *Host* inputs of one bucket lie next to each other in one buffer, so a step stages them with a single copy
 from pinned memory (``staging.py``).
 *Device* inputs (activations made on the device) have a buffer each and are copied there; so have large ones
-that come from the host (``from_host``: pixels), through pinned memory of their own. Views are made once per
-bucket; addresses never change. Read ``runner.py`` next.
+that come from the host (``from_host``: pixels), through pinned memory of their own. *Made* ones, which the
+forward writes (``is_made``), have a buffer and are never loaded. Views are made once per bucket; addresses
+never change. Read ``runner.py`` next.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class EagerReason(enum.StrEnum):
     """Shared-prefix attention cannot be in a full graph and no piecewise graph fits."""
     CAPTURE_FAILED = "capture_failed"
     HIDDEN_STATES = "hidden_states"
-    """A decode-shaped step whose hidden states are wanted, which a decode graph does not give out."""
+    """A decode-shaped step whose hidden states are wanted, which a decode graph does not give out. Counted
+    of the head: the end of the last layer, for an embedding (``hidden_taps.py``)."""
     MEDIA_ROWS = "media_rows"
     """A decode-shaped step that ends a prompt in an image, whose rows a decode graph does not take."""
     LORA = "lora"

@@ -27,7 +27,7 @@ class InputField:
     ``from_host``. ``by_column`` is for a table that is much wider than most batches need: it is stored column
     by column, and only columns with values are staged (the others hold the pad, 0).
     ``is_made``: no batch brings it, because the forward itself writes all of it, padding too, before anything
-    reads it; with ``by_column`` it is no more than stored that way.
+    reads it; ``by_column`` then says only how it is stored.
     """
 
     name: str

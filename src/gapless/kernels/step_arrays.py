@@ -1,9 +1,9 @@
 """Positions, cache slots and block tables of a step, made on the device by one kernel.
 
 They follow from little: where each request's tokens begin, how long it is, and its row of the block table. A
-prompt of 4,096 tokens needs 34 KB of that instead of 330, and the host neither computes nor writes the rest
-in front of the GPU's work. Padding is 0 everywhere (position 0, a slot of the sink block), and every entry is
-written in every step.
+step with a prompt of 4,096 tokens stages 36 KB instead of 330 (256 requests at most), and the host neither
+computes nor writes the rest in front of the GPU's work. Padding is 0 everywhere (position 0, a slot of the
+sink block), and every entry is written in every step.
 
 The kernel comes first of all in a step, and those behind it read what it makes before their ``gdc_wait``, as
 they read what was staged. So it lets no kernel start early, and the one behind it must let others start

@@ -200,7 +200,8 @@ def test_a_step_of_single_tokens_may_run_as_prefill(tmp_path: Path, monkeypatch:
         core = EngineCore(opened.runner)
         core.add_request("one", [5], params)
         (delta,) = core.step_deltas()
-        assert "hidden_states" in str(opened.runner.report()["eager"])
+        wanted = {"phase": "prefill", "reason": "hidden_states", "count": 1}
+        assert wanted in opened.runner.report()["eager"]
         assert delta.embedding is not None
         return delta.embedding
 

@@ -159,9 +159,9 @@ def test_scores_of_prompts_and_embeddings_come_from_the_tail_too(tmp_path: Path,
         (delta,) = core.step_deltas()
         embeddings.append(torch.tensor(delta.embedding))
     torch.testing.assert_close(*embeddings, atol=1e-5, rtol=1e-4)
-    assert "hidden_states" in str(opened.runner.report()["eager"]), (
-        "the tail of one row ran outside of a graph"
-    )
+    wanted = {"phase": "head", "reason": "hidden_states", "count": 1}
+    assert wanted in opened.runner.report()["eager"], "the tail of one row ran outside of a graph"
+    assert "hidden_states" not in str(other.runner.report()["eager"])
 
 
 def test_the_end_of_the_last_layer_moves_to_the_heads_graph(tmp_path: Path, without_tail: Any) -> None:
