@@ -92,11 +92,12 @@ class WeightTarget:
 
 
 class UnitRMS(nn.Module):
-    """RMS norm without weights on a CPU, bit for bit ``F.rms_norm``: ``x / sqrt(mean(x ** 2) + eps)``.
+    """RMS norm without weights on a CPU, with the arithmetic of ``F.rms_norm``: ``x / sqrt(mean(x ** 2) +
+    eps)``.
 
-    Weights flush the caches between two norms, so that each kernel's code is fetched anew: what takes 10 us
-    in a loop took 46 us in a decode step. The same arithmetic in fewer and simpler kernels takes 27. Both
-    numbers are tensors because ``addcdiv``, which divides and adds at once, takes nothing else.
+    Weights flush the caches between two norms, so that each kernel's code is fetched anew, which takes longer
+    than running it: so these are fewer and simpler kernels (``docs/log.md``, "One request on a CPU of
+    Intel's"). Both numbers are tensors because ``addcdiv``, which divides and adds at once, takes nothing else.
     """
 
     eps_1: Tensor
