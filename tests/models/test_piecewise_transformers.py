@@ -8,131 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
-from gapless.attention.base import ATTENTION_OP, AttentionMetadata
+from gapless.attention.base import ATTENTION_OP
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.transformers_interface import attach_attention
 from gapless.errors import CompileError, ModelError
-from gapless.graphs.batch import BatchDescriptor
-from gapless.graphs.capabilities import TcCompiler
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.device.emulated import EmulatedDevice
-from gapless.graphs.modes import Phase, RuntimeMode, Strategy
 from gapless.graphs.piecewise import PiecewiseConfig, install
-from gapless.graphs.store import GraphStore
-from gapless.graphs.wrapper import GraphWrapper
-
-VOCAB, LAYERS, MAX_LEN, BLOCK = 96, 4, 32, 4
-SIZES = (16, 8, 3, 1)
-NONE, PIECEWISE = RuntimeMode.NONE, RuntimeMode.PIECEWISE
-
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-_MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_COMMON),
-    "qwen3": Qwen3Config(**_COMMON),
-    "qwen3_moe": Qwen3MoeConfig(**_COMMON, **_MOE),
-    "gemma3": Gemma3TextConfig(
-        **_COMMON,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        query_pre_attn_scalar=20,
-    ),
-}
-
-
-def make_model(family: str, *, experts: str | None = None) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = type(CONFIGS[family]).from_dict(CONFIGS[family].to_dict())
-    if experts is not None:
-        config._experts_implementation = experts
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False).normal_(0.0, 0.3)
-    return model
-
-
-class Served:
-    """A model behind piecewise graphs of ``SIZES`` tokens: one request whose tokens fill the bucket."""
-
-    def __init__(self, family: str, compiler: TcCompiler = "eager") -> None:
-        self.compiler = compiler
-        experts = "grouped_mm" if family == "qwen3_moe" else None
-        self.reference = make_model(family, experts=experts)
-        self.model = make_model(family, experts=experts)
-        backend, num_blocks = TorchReferenceBackend(), 1 + MAX_LEN // BLOCK
-        for layer in attach_attention(self.model):
-            shape = (num_blocks, BLOCK, layer.num_kv_heads, layer.head_size)
-            layer.bind(backend, torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-        device = EmulatedDevice()
-        self.forward = install(
-            self.model,
-            config=PiecewiseConfig(split_ops=(ATTENTION_OP,), compiler=compiler),
-            device=device,
-            default_dim=1,
-        )
-        self.store = GraphStore(device)
-        self.ids = {n: torch.arange(n)[None] % VOCAB for n in SIZES}
-        self.positions = {n: torch.arange(n)[None] for n in SIZES}
-        self.metadata = {n: _one_request(n) for n in SIZES}
-        self.graphs = GraphWrapper(
-            self.logits,
-            runtime_mode=PIECEWISE,
-            phase=Phase.PREFILL,
-            strategy=Strategy.TC_PIECEWISE,
-            store=self.store,
-        )
-        self.run(3, NONE)
-        with self.store.capturing():
-            for n in SIZES:
-                self.run(n, PIECEWISE)
-
-    def logits(self, n: int) -> Tensor:
-        output = self.model(input_ids=self.ids[n], position_ids=self.positions[n], use_cache=False)
-        return output.logits[0]
-
-    def run(self, n: int, mode: RuntimeMode, *, compiled: bool = True) -> Tensor:
-        context = ForwardContext(
-            mode=mode,
-            descriptor=BatchDescriptor(num_tokens=n, num_reqs=1),
-            batch=self.metadata[n],
-            use_compiled=compiled,
-        )
-        with torch.no_grad(), use_forward_context(context):
-            return self.graphs(n)
-
-
-def _one_request(num_tokens: int) -> AttentionMetadata:
-    return AttentionMetadata(
-        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
-        block_table=torch.arange(1, 1 + MAX_LEN // BLOCK, dtype=torch.int32).flip(0)[None].contiguous(),
-        slot_mapping=torch.tensor(
-            [(MAX_LEN // BLOCK - p // BLOCK) * BLOCK + p % BLOCK for p in range(num_tokens)],
-            dtype=torch.int32,
-        ),
-        max_query_len=num_tokens,
-        max_seq_len=MAX_LEN,
-    )
+from served_transformers import (
+    BLOCK,
+    CONFIGS,
+    LAYERS,
+    NONE,
+    PIECEWISE,
+    SIZES,
+    VOCAB,
+    Served,
+    make_model,
+    one_request,
+)
 
 
 def _cases() -> Iterator[Any]:
@@ -185,7 +80,7 @@ def test_experts_that_are_looped_over_on_the_host_are_refused_by_name() -> None:
         layer.bind(TorchReferenceBackend(), torch.zeros(shape), torch.zeros(shape))
     config = PiecewiseConfig(split_ops=(ATTENTION_OP,))
     install(model, config=config, device=EmulatedDevice(), default_dim=1)
-    context = ForwardContext(batch=_one_request(4), use_compiled=True)
+    context = ForwardContext(batch=one_request(4), use_compiled=True)
     with torch.no_grad(), use_forward_context(context):
         with pytest.raises(CompileError, match=r"modeling_qwen3_moe\.py:\d+ in forward: for expert_idx"):
             model(input_ids=torch.arange(4)[None], position_ids=torch.arange(4)[None], use_cache=False)

@@ -97,7 +97,7 @@ class UnitRMS(nn.Module):
 
     Weights flush the caches between two norms, so that each kernel's code is fetched anew, which takes longer
     than running it: so these are fewer and simpler kernels (``docs/log.md``, "One request on a CPU of
-    Intel's"). Both numbers are tensors because ``addcdiv``, which divides and adds at once, takes nothing else.
+    Intel's"). Both numbers are tensors, because ``addcdiv``, which divides and adds at once, takes no others.
     """
 
     eps_1: Tensor
