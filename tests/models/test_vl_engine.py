@@ -172,6 +172,30 @@ def test_graphs_equal_padded_eager_and_transformers(
             assert list(token_ids) == reference[family, name], name
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("vit", ["budget", "exact"])
+def test_kept_embeddings_never_change_when_the_encoders_graphs_run_again(
+    folders: dict[str, str], family: str, vit: str
+) -> None:
+    with LLM(folders[family], **SMALL, mm_embedding_cache_tokens=10_000, **VIT[vit]) as llm:
+        media = llm.core.runner.media
+        assert media is not None
+        prompts = [
+            {"prompt": IMAGE_PROMPT, "multi_modal_data": {"image": random_image(32, 24, seed=seed)}}
+            for seed in range(4)
+        ]
+        llm.generate(prompts[:1], PARAMS)
+        (kept,) = media.cache._items.values()
+        tensors = [t for t in (kept.embeds_NE, kept.deepstack_LNE) if t is not None]
+        before = [tensor.clone() for tensor in tensors]
+        llm.generate(prompts[1:], PARAMS)
+        llm.generate(prompts[:1], PARAMS)
+        assert media.cache.num_encoded == 4, "the first one was not encoded again"
+        assert sum(row["count"] for row in llm.report()["steps"] if row["phase"] == "encoder") >= 2
+        for tensor, wanted in zip(tensors, before, strict=True):
+            assert torch.equal(tensor, wanted)
+
+
 def test_logits_are_those_of_transformers(llm: LLM) -> None:
     """Log-probabilities of the first token, whose differences are those of the logits."""
     made = media_prompt(llm, PROMPTS["sizes"])
