@@ -409,6 +409,16 @@ def test_custom_ops_may_differentiate_inside(device):
         assert out.tolist() == [12, 12]
 
 
+def test_replays_in_inference_mode_leave_it_on_inside_custom_ops(device):
+    x = torch.ones(2)
+    segment, _ = record(device, lambda: emulated_test_note_autograd(x))
+    SEEN.clear()
+    with torch.inference_mode():
+        segment.replay()
+    segment.replay()
+    assert SEEN == [1.0, 0.0]
+
+
 def test_functional_custom_op_without_fake_is_refused(device):
     @torch.library.custom_op("gapless_test::no_fake", mutates_args=())
     def no_fake(x: Tensor) -> Tensor:

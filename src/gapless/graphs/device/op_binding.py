@@ -160,6 +160,8 @@ def with_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, inside of which autograd works as usual even where a replay goes past it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():  # goes past it anyway
+            return call(*args, **kwargs)
         included = torch._C._dispatch_tls_local_include_set()
         excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
         with torch._C._ForceDispatchKeyGuard(included, excluded):
