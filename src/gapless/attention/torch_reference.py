@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from gapless.attention.base import AttentionMetadata
 from gapless.attention.reference_plan import DecodeChunk, first_key_of, plan_step
@@ -243,21 +243,26 @@ class _Scratch(threading.local):
         kind = (use, like_NSKD.dtype, like_NSKD.device)
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[kind] = like_NSKD.new_empty(size)
+            with torch.inference_mode(False):  # a later step outside of that mode writes it too
+                buffer = self._buffers[kind] = like_NSKD.new_empty(size)
         flat = buffer[:size].view(num_keys, num_kv_heads * head_size)
         views = flat, flat.view(num_rows, -1, num_kv_heads, head_size).transpose(1, 2)
         self._views[use] = (key, views)
         return views
 
     def padded_queries(self, query_RKGD: Tensor, padded_group: int, dtype: torch.dtype) -> Tensor:
-        """The queries with rows of zeros behind those of each key/value head."""
+        """The queries with rows of zeros behind those of each key/value head. What autograd follows is not
+        kept: each step's graph would hang on the one before."""
+        if query_RKGD.requires_grad:
+            return pad(query_RKGD.to(dtype), (0, 0, 0, padded_group - query_RKGD.shape[2]))
         key = (query_RKGD.shape, padded_group, dtype, query_RKGD.device)
         last = self._queries
         if last is None or last[0] != key:
             num_rows, num_kv_heads, group, head_size = query_RKGD.shape
             shape = (num_rows, num_kv_heads, padded_group, head_size)
-            padded = torch.zeros(shape, dtype=dtype, device=query_RKGD.device)
-            last = self._queries = (key, (padded, padded[:, :, :group]))
+            with torch.inference_mode(False):
+                padded = torch.zeros(shape, dtype=dtype, device=query_RKGD.device)
+                last = self._queries = (key, (padded, padded[:, :, :group]))
         padded_RKGD, live_RKGD = last[1]
         live_RKGD.copy_(query_RKGD)
         return padded_RKGD

@@ -138,6 +138,12 @@ def implementation_of(overload: Any) -> Callable[..., Any] | None:
     return op.implementation if op is not None else None
 
 
+def is_built_in(overload: Any) -> bool:
+    """Whether it is an op that this package itself has registered."""
+    op = _by_overload.get(overload)
+    return op is not None and op.fn.__module__.startswith("gapless.")
+
+
 def direct(overload: Any) -> Callable[..., Any]:
     """A function that does what one of our ops does, past the dispatcher where that makes no difference.
 

@@ -128,6 +128,23 @@ def test_a_stack_that_stops_and_its_tail_are_the_stack(num_layers: int, dtype: t
         assert_close_to(found, expected, ulps=4, fraction=0.2)
 
 
+def test_features_of_media_are_added_in_front_of_the_tail() -> None:
+    config = parse_config({**CONFIG, "num_hidden_layers": 3}, source="test")
+    model = Decoder(config, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
+    fill_dummy_weights(model, seed=0)
+    batch = make_batch([(0, 5)], num_heads=4, num_kv_heads=2, head_size=8)
+    for layer in model.attention_layers():
+        layer.bind(TorchReferenceBackend(), batch.k_cache.clone(), batch.v_cache.clone())
+    positions, is_media_T = torch.arange(5, dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1])
+    hidden_TE = model.embed(positions)
+    media = torch.randn(2, 5, CONFIG["hidden_size"]), is_media_T.to(torch.int32)
+    with use_forward_context(ForwardContext(batch=batch.metadata)):
+        expected = model.layers(hidden_TE, positions, *media)
+        assert not torch.allclose(expected, model.layers(hidden_TE, positions), atol=1e-3)
+        states = model.layers_to_tail(hidden_TE, positions, *media)
+    assert_close_to(model.tail(*states), expected, ulps=4, fraction=0.2)
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1])
 def test_an_engine_draws_what_it_would_without(num_ahead: int, tmp_path: Path, without_tail: Any) -> None:
     opened, other = open_engine_of(tmp_path / "tail"), without_tail(tmp_path / "whole")

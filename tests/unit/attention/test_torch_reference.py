@@ -266,6 +266,32 @@ def test_queries_may_be_views_of_a_fused_projection() -> None:
     assert torch.equal(attend(views), attend(plain))
 
 
+def _fresh_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_reference, "_scratch", torch_reference._Scratch())
+
+
+def test_a_first_step_in_inference_mode_leaves_memory_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fresh_scratch(monkeypatch)
+    batch = make_batch([(5, 1), (9, 1)], num_heads=6, num_kv_heads=2)
+    with torch.inference_mode():
+        expected = attend(batch).clone()
+    for _ in range(2):
+        assert torch.equal(attend(batch), expected)
+
+
+def test_queries_that_autograd_follows_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step's graph, with all its activations, would hang on the one before."""
+    _fresh_scratch(monkeypatch)
+    batch = make_batch([(5, 1), (9, 1)], num_heads=6, num_kv_heads=2)
+    expected = attend(batch)
+    batch.query.requires_grad_()
+    assert torch.equal(attend(batch), expected)
+    assert torch_reference._scratch._queries is not None
+    padded, live = torch_reference._scratch._queries[1]
+    assert not padded.requires_grad
+    assert not live.requires_grad
+
+
 def test_write_stores_rows_at_their_slots_and_nowhere_else() -> None:
     k_cache, v_cache = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
     key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 8)

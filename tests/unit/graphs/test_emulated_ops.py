@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gapless.errors import CaptureError, GraphError
+from gapless.graphs.device import op_binding
 from gapless.graphs.device.emulated import EmulatedDevice
 from gapless.graphs.device.op_binding import _FAST_FUNCTIONS, out_variant
 from gapless.graphs.device.shapes import ShapeInference
@@ -327,7 +328,8 @@ def _is_past_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
 
 
-def test_a_replay_goes_past_autograd_and_leaves_it_as_it_was(device):
+def test_a_replay_goes_past_autograd_and_leaves_it_as_it_was(device, monkeypatch):
+    monkeypatch.setattr(op_binding, "is_built_in", lambda op: True)  # others have autograd inside
     x = torch.ones(3)
     segment, _ = record(device, lambda: emulated_test_note_autograd(x))
     SEEN.clear()
@@ -381,6 +383,40 @@ def test_torch_library_custom_op_replays(device):
     x.fill_(5)
     segment.replay()
     assert out.tolist() == [15, 15]
+
+
+def _slope(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad((leaf**3).sum(), leaf)[0]
+
+
+def test_custom_ops_may_differentiate_inside(device):
+    """A replay goes past autograd; what others have written in Python does not."""
+    ours = register_custom_op(_slope, out_shape="x", name="emulated_test_slope")
+    library = torch.library.Library("gapless_test", "FRAGMENT")
+    library.define("slope(Tensor x) -> Tensor")
+    library.impl("slope", _slope, "CompositeExplicitAutograd")
+    torch.library.register_fake("gapless_test::slope", lambda x: torch.empty_like(x), lib=library)
+    theirs = torch.ops.gapless_test.slope.default
+    x = torch.ones(2)
+    for op in (ours, theirs):
+        x.fill_(1)
+        with torch.no_grad():
+            segment, out = record(device, lambda op=op: op(x))
+            x.fill_(2)
+            segment.replay()
+        assert out.tolist() == [12, 12]
+
+
+def test_replays_in_inference_mode_leave_it_on_inside_custom_ops(device):
+    x = torch.ones(2)
+    segment, _ = record(device, lambda: emulated_test_note_autograd(x))
+    SEEN.clear()
+    with torch.inference_mode():
+        segment.replay()
+    segment.replay()
+    assert SEEN == [1.0, 0.0]
 
 
 def test_functional_custom_op_without_fake_is_refused(device):

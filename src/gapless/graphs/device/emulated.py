@@ -28,6 +28,7 @@ from gapless.errors import CaptureError, GraphError, StaleAddressError
 from gapless.graphs.device.arena import DEFAULT_CAPACITY, Arena, alias_address
 from gapless.graphs.device.base import MemoryReading, Pool
 from gapless.graphs.device.exclusive import claim_recording, release_recording
+from gapless.graphs.device.op_binding import past_autograd
 from gapless.graphs.device.op_rules import OpKind, op_kind
 from gapless.graphs.device.recorder import HostReadMode, Recording, RecordingMode
 from gapless.graphs.device.shapes import ShapeInference, map_tensors
@@ -102,7 +103,7 @@ class EmulatedSegment:
             self._raise_stale()
         remaining = iter(self._calls)
         try:
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD_KEYS):
+            with past_autograd():
                 for call in remaining:
                     call()
         except Exception as error:
@@ -334,14 +335,6 @@ class _EagerArenaMode(TorchDispatchMode):
 
 
 _is_expired = torch.UntypedStorage._expired
-
-_AUTOGRAD_KEYS = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
-)
-"""A replay tells autograd nothing, as on CUDA: what it records of each operation, and of each view and
-version, would be 5 % of a token of SmolLM2-135M."""
 
 
 def _top_function_mode() -> Any:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gapless.graphs.ops import implementation_of
+from gapless.graphs.ops import implementation_of, is_built_in
 
 Call = Callable[[], object]
 
@@ -136,8 +137,37 @@ _FAST_METHODS: dict[Any, str] = {
 
 
 def _entry(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The cheapest callable that runs the op on a CPU: our own ops directly, others past ``OpOverload``."""
-    return implementation_of(op) or op._op
+    """The cheapest callable that runs the op on a CPU: our own ops directly, others past ``OpOverload``.
+    Ops that are neither PyTorch's nor of this package may be Python that differentiates."""
+    entry = implementation_of(op) or op._op
+    return entry if op.namespace == "aten" or is_built_in(op) else with_autograd(entry)
+
+
+_AUTOGRAD_KEYS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
+)
+
+
+def past_autograd() -> AbstractContextManager[object]:
+    """Autograd is told nothing of the calls of a replay, as on CUDA: what it records of each operation, and
+    of each view and version, would be 5 % of a token of SmolLM2-135M."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD_KEYS)
+
+
+def with_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, inside of which autograd works as usual even where a replay goes past it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():  # goes past it anyway
+            return call(*args, **kwargs)
+        included = torch._C._dispatch_tls_local_include_set()
+        excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            return call(*args, **kwargs)
+
+    return run
 
 
 def _returns_one_tensor(op: torch._ops.OpOverload) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gapless.errors import CaptureError
 from gapless.graphs.device.arena import Arena, alias_address, poison_
-from gapless.graphs.device.op_binding import Call, bind_functional, bind_mutation
+from gapless.graphs.device.op_binding import Call, bind_functional, bind_mutation, with_autograd
 from gapless.graphs.device.op_rules import OpKind, host_read_functions, one_hot, op_kind, reads_host_data
 from gapless.graphs.device.shapes import (
     ResultSpec,
@@ -103,7 +103,7 @@ class Recording:
         aliased = tuple(
             self.alias(arg, name, str(i)) if isinstance(arg, Tensor) else arg for i, arg in enumerate(args)
         )
-        self.calls.append(functools.partial(_call_and_copy, fn, aliased, targets))
+        self.calls.append(functools.partial(_call_and_copy, with_autograd(fn), aliased, targets))
         self.op_names.append(name)
         return nest_like(specs, leaves)
 
