@@ -7,6 +7,7 @@ times its prefill graphs and the graph of the head, back to back. A tile is cons
 noise of bf16.
 
     python benchmarks/prefill_tiles.py --model DIR --tokens 512 1024 [--tiles rule triton 1:128:2 2:64:3]
+    python benchmarks/prefill_tiles.py --model DIR --tiles rule --whole-layers    # prefill without a tail
 
 Prints a table to stderr and one line of JSON to stdout.
 """
@@ -30,6 +31,7 @@ from gapless import LLM
 from gapless.attention import triton_paged
 from gapless.attention.tile_rules import HOPPER_CONSUMER_ROWS, PrefillTile, hopper_tile
 from gapless.bench.meta import describe_run
+from gapless.engine.graph_set import GraphSet
 
 MOST_NOISE = 0.05
 """Root mean square of a difference of logits, in their standard deviations: bf16 through all layers."""
@@ -40,10 +42,13 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with config.json; its weights are dummies")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 768, 1024, 2048, 4096])
     parser.add_argument("--tiles", nargs="+", default=["rule", "triton", "1:128:2", "2:64:3", "2:128:2"])
+    parser.add_argument("--whole-layers", action="store_true", help="the last layer too, for all tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.whole_layers:
+        GraphSet._has_tail = lambda self, prefill, decode: False  # type: ignore[method-assign]
     times: dict[str, dict[int, float]] = {}
     expected: dict[int, torch.Tensor] = {}
     for name in arguments.tiles:

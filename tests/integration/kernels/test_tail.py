@@ -22,6 +22,7 @@ from gapless.models import decoder
 from gapless.models.config import parse_config
 from gapless.models.decoder import Decoder
 from gapless.models.dummy import fill_dummy_weights
+from gapless.parallel.shard import Shard
 from gapless.sampling.params import SamplingParams
 from kernel_oracles import assert_close_to
 from ragged_batches import make_batch
@@ -207,10 +208,29 @@ def test_its_graphs_are_verified_as_any_others(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prefill": "breakable"}, {"prefill": "tc_piecewise"}, {"decode": "breakable"}, EXPERTS],
-    ids=["breakable", "piecewise", "breakable decode", "experts"],
+    [
+        {"prefill": "breakable"},
+        {"prefill": "tc_piecewise"},
+        {"decode": "breakable"},
+        EXPERTS,
+        {"architectures": ["Qwen3Model"]},
+    ],
+    ids=["breakable", "piecewise", "breakable decode", "experts", "embeddings"],
 )
 def test_everything_else_runs_whole_layers(changes: dict[str, Any], tmp_path: Path) -> None:
     opened = open_engine_of(tmp_path / "model", **changes)
     assert not opened.runner.graphs.has_tail
     assert [buffer.shape[1] for buffer in opened.runner.graphs.state_buffers] == [CONFIG["hidden_size"]]
+
+
+def test_a_rank_of_several_runs_whole_layers() -> None:
+    config = parse_config(CONFIG, source="test")
+    for size in (1, 2):
+        model = Decoder(
+            config,
+            max_positions=64,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            shard=Shard(rank=0, size=size),
+        )
+        assert model.has_tail == (size == 1)
