@@ -4,6 +4,7 @@ keys.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 
 import pytest
@@ -117,6 +118,30 @@ def test_every_size_gets_the_graph_a_full_search_finds(name, query_len, uses_cas
         for num_tokens in range(num_reqs, 45):  # past the largest size of every ladder
             lens = (1,) * (num_reqs - 1) + (num_tokens - num_reqs + 1,) if num_reqs else ()
             check(dispatcher, plan, shape(*lens, uses_cascade=uses_cascade))
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+@pytest.mark.parametrize("name", ["full_apart", "full_and_piecewise"])
+def test_every_size_of_the_default_ladders_gets_the_next_one(name, has_lora):
+    """All of 4,096 tokens and 256 requests, and some past them."""
+    plan = plan_of(REQUESTS[name], max_reqs=256, chunk=4096)
+    dispatcher = Dispatcher.build(plan, max_reqs=256, with_lora=True)
+    for owner, most, make in (
+        (PREFILL, 4200, lambda n: shape(n - 1, 1, has_lora=has_lora)),
+        (DECODE, 300, lambda n: uniform(n, has_lora=has_lora)),
+    ):
+        keys = [key for key in dispatcher.capture_descriptors(owner) if key.has_lora == has_lora]
+        sizes = sorted(key.num_tokens for key in keys)
+        assert sizes[-1] == (4096 if owner is PREFILL else 256)
+        for n in range(3, most):
+            found = dispatcher.dispatch(make(n))
+            place = bisect.bisect_left(sizes, n)
+            if place == len(sizes):
+                assert (found.descriptor, found.mode) == (None, RuntimeMode.NONE), n
+            else:
+                assert found.descriptor is not None, n
+                assert (found.descriptor.num_tokens, found.owner) == (sizes[place], owner)
+                assert found.descriptor.has_lora == has_lora
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
