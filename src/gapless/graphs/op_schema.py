@@ -30,7 +30,8 @@ def refuse_methods(fn: Callable[..., Any]) -> None:
         raise ConfigError(f"{fn} is an operator already; there is nothing to register")
     if isinstance(fn, staticmethod | classmethod) or inspect.ismethod(fn):
         raise ConfigError(
-            f"{where_defined(fn)} is a method; a custom op must be a plain function (no self, no cls)"
+            f"{where_defined(fn)} is a method; a custom op must be a plain function (no self, no cls), or be "
+            "decorated with register_custom_op_method in the body of its class"
         )
     if not callable(fn):
         raise ConfigError(f"{fn!r} is not callable; {_PLAIN_FUNCTION}")
@@ -49,7 +50,8 @@ def resolved_signature(fn: Callable[..., Any], name: str, annotations: dict[str,
     first = next(iter(signature.parameters.values()), None)
     if first is not None and first.name in ("self", "cls"):
         raise ConfigError(
-            f"{where_defined(fn)} is a method; a custom op must be a plain function (no self, no cls)"
+            f"{where_defined(fn)} is a method; a custom op must be a plain function (no self, no cls), or be "
+            "decorated with register_custom_op_method in the body of its class"
         )
     try:
         hints = {**typing.get_type_hints(fn), **annotations}

@@ -64,7 +64,7 @@ def register_custom_op(
 
     Annotations may be tensors, optional tensors, lists of (optional) tensors, int, float, bool, str, dtype,
     device, lists of numbers, and any of these ``| None``; keyword-only parameters and defaults are kept.
-    Methods are refused.
+    For methods there is ``method_ops.py``.
 
     Returns the ``torch._ops.OpOverload``. Registering the same function again under the same name returns the
     existing op; another function under a taken name, or other options, raise ``ConfigError``.
