@@ -200,10 +200,10 @@ _SHORT_HOPPER_PREFILL = 512
 """Below, at 256 tokens, the Triton kernel is as quick (H200, 16 and 32 heads over 8)."""
 _FEW_HOPPER_ROWS = 192 * 64
 """Of all heads: up to one and a half programs of one consumer for each of an H200's 132 multiprocessors. One
-consumer beats two at 512 and 768 tokens of 16 heads (1.68 ms against 1.88 and 2.28 against 2.40 of a step of
-28 layers) and is as quick at 1,024."""
+consumer beats two at 512 and 768 tokens of 16 heads (1.66 ms against 1.85 and 2.24 against 2.37 of a step of
+28 layers) and is as quick at 1,024 (``h200_prefill_tiles.json``)."""
 _LONG_HOPPER_PREFILL = 3072
-"""Between 1,024 and 2,048 tokens 64 keys at a time beat 128 by 1 to 2 %, and at 4,096 they lose 1 %."""
+"""At 1,024 and 2,048 tokens 64 keys at a time beat 128 by 2 and 1 %, at 4,096 they are no better."""
 _MIN_PAGE_ROWS = 8
 """The copy engine writes shared memory in patterns of 8 rows."""
 _FEW_ENCODER_ROWS = 2 * 132 * 64

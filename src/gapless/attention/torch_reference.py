@@ -139,7 +139,7 @@ def _attend_decode(
     scale: float,
 ) -> None:
     """Few operations matter more than little arithmetic here: weights flush the caches between two layers, so
-    that each operation first fetches its own code (1 us becomes 5)."""
+    that each operation first fetches its own code."""
     num_tokens, num_heads, head_size = query_THD.shape
     num_rows, num_kv_heads = chunk.num_rows, k_cache.shape[2]
     compute = _compute_dtype(query_THD)
@@ -272,7 +272,7 @@ _scratch = _Scratch()
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, which takes 2 us where it has nothing to do: five times a layer."""
+    """``tensor.to(dtype)``, without its call where it has nothing to do: five times a layer."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

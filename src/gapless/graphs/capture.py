@@ -172,7 +172,7 @@ def _failure(error: Exception, recorder: ProgramRecorder, device: GraphDevice, w
     line, call = _user_line(error)
     return CaptureError(
         f"capture of {what} failed in segment {recorder.segment_index}: {reason}\n"
-        f"  failing op: {call}\n  last recorded op: {device.last_op or 'not known on this device'}\n"
+        f"  failing op: {call}\n  last recorded op: {device.last_op or 'unknown'}\n"
         f"  source line: {line}\n  usual causes: {hints}",
         cause=f"{' '.join(reason.split())} ({line})",
     )

@@ -5,8 +5,8 @@ op whose first argument is a *handle*, a number that stands for the object for a
 that stays in the class fills it in. Traced code and graphs freeze the number, and with it the object, as they
 freeze any other; a call whose object has gone is an error, never another object's method.
 
-An object gets its handle when it is made. A copy has its object's handle in none of its attributes: it gets
-one of its own at its first call, which for traced code must come before the trace.
+An object gets its handle when it is made. A copy is never taken for what it was copied from: it gets a handle
+of its own at its first call, which for traced code must come before the trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,34 +34,38 @@ def register_custom_op_method(
     fn: Callable[..., Any] | None = None,
     /,
     *,
-    mutates_args: Iterable[str] = (),
     out_shape: int | str | None = None,
-    out_dtype: torch.dtype | None = None,
     name: str | None = None,
     fake: Callable[..., Any] | None = None,
-    is_fresh: bool = False,
+    **options: Any,
 ) -> Any:
     """``register_custom_op`` for a method, in the body of its class; a decorator, with or without arguments.
 
-    Everything is as there. An index ``out_shape`` does not count ``self``; ``fake`` is called with ``self``.
-    What the method writes into its object is not seen: tensors that it changes must be arguments named by
-    ``mutates_args``. ``name`` defaults to those of module, class and method joined by ``_``. Objects need a
-    ``__dict__`` and weak references. Raises ``ConfigError`` as ``register_custom_op`` does, and for a method
-    that is called while compiling on an object without a handle; ``GraphError`` where the object has gone.
+    Everything is as there, the other ``options`` too. An index ``out_shape`` does not count ``self``;
+    ``fake`` is called with ``self``. What the method writes into its object is not seen: tensors that it
+    changes must be arguments named by ``mutates_args``. ``name`` defaults to those of module, class and
+    method joined by ``_``. Objects need a ``__dict__`` and weak references. Raises ``ConfigError`` as
+    ``register_custom_op`` does, and for a method that is called while compiling on an object without a
+    handle; ``GraphError`` where the object has gone.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         if not inspect.isfunction(function) or not inspect.signature(function).parameters:
             raise ConfigError(f"{function!r} is no method; decorate a function in the body of a class")
-        options = {"mutates_args": mutates_args, "out_dtype": out_dtype, "is_fresh": is_fresh}
-        shape = out_shape + 1 if isinstance(out_shape, int) else out_shape
-        return _InClassBody(function, name, {**options, "out_shape": shape}, fake)
+        op = register_custom_op(
+            _on_objects(function),
+            out_shape=out_shape + 1 if isinstance(out_shape, int) else out_shape,
+            name=name or re.sub(r"\W+", "_", f"{function.__module__}_{function.__qualname__}"),
+            fake=None if fake is None else _on_objects(fake),
+            **options,
+        )
+        return _InClassBody(function, op)
 
     return register if fn is None else register(fn)
 
 
 class _Handle:
-    """What an object knows itself by. Copied along with an object it is no handle of the copy's."""
+    """What an object knows itself by. Where an object is copied deeply or pickled, it becomes nobody's."""
 
     def __init__(self, owner: object = None) -> None:
         self.number = next(_numbers)
@@ -79,20 +83,11 @@ class _Handle:
 class _InClassBody:
     """Stands in the body of a class until the class is made, and then gives its place to a method."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        op_name: str | None,
-        options: dict[str, Any],
-        fake: Callable[..., Any] | None,
-    ) -> None:
-        self._fn, self._op_name, self._options, self._fake = fn, op_name, options, fake
+    def __init__(self, fn: Callable[..., Any], op: Any) -> None:
+        self._fn, self._op = fn, op
 
     def __set_name__(self, owner: type, name: str) -> None:
-        words = (self._fn.__module__, owner.__qualname__, name)
-        op_name = self._op_name or re.sub(r"\W+", "_", "_".join(words))
-        fake = None if self._fake is None else _on_objects(self._fake, self._fake)
-        op = register_custom_op(_on_objects(self._fn, self._fn), name=op_name, fake=fake, **self._options)
+        op = self._op
 
         @functools.wraps(self._fn)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +104,8 @@ class _InClassBody:
         )
 
 
-def _on_objects(fn: Callable[..., Any], described: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` of a handle instead of ``self``, with the annotations of ``described``."""
+def _on_objects(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` of a handle instead of ``self``."""
 
     @functools.wraps(fn)
     def plain(handle: int, *args: Any, **kwargs: Any) -> Any:
@@ -122,14 +117,14 @@ def _on_objects(fn: Callable[..., Any], described: Callable[..., Any]) -> Callab
             )
         return fn(owner, *args, **kwargs)
 
-    signature = inspect.signature(described)
+    signature = inspect.signature(fn)
     (own_name, _), *others = signature.parameters.items()
     parameters = [
         inspect.Parameter("handle", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int),
         *(parameter for _, parameter in others),
     ]
     plain.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    annotations = {key: kind for key, kind in described.__annotations__.items() if key != own_name}
+    annotations = {key: kind for key, kind in fn.__annotations__.items() if key != own_name}
     plain.__annotations__ = {"handle": int, **annotations}
     return plain
 
@@ -153,7 +148,7 @@ def _number_of(owner: Any) -> int:
         if handle is None or handle.owner_id != id(owner):
             raise ConfigError("call the method once before it is compiled: this object has no handle yet")
         return handle.number
-    if handle is None or handle.owner_id != id(owner) or _objects.get(handle.number) is not owner:
+    if handle is None or _objects.get(handle.number) is not owner:
         handle = _new_handle(owner)
     return handle.number
 

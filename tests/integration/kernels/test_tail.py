@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fused_engine import CONFIG
 
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.config import EngineConfig
@@ -31,23 +32,6 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -111,7 +95,7 @@ def test_a_stack_that_stops_and_its_tail_are_the_stack(num_layers: int, dtype: t
     config = parse_config({**CONFIG, "num_hidden_layers": num_layers}, source="test")
     model = Decoder(config, max_positions=64, dtype=dtype, device=torch.device("cpu"))
     fill_dummy_weights(model, seed=0)
-    batch = make_batch([(0, 5), (7, 1)], num_heads=4, num_kv_heads=2, head_size=8, dtype=dtype)
+    batch = make_batch([(0, 5), (7, 1)], num_heads=4, num_kv_heads=2, head_size=16, dtype=dtype)
     for layer in model.attention_layers():
         layer.bind(TorchReferenceBackend(), batch.k_cache.clone(), batch.v_cache.clone())
     positions = torch.tensor([0, 1, 2, 3, 4, 7], dtype=torch.int32)
@@ -133,7 +117,7 @@ def test_features_of_media_are_added_in_front_of_the_tail() -> None:
     config = parse_config({**CONFIG, "num_hidden_layers": 3}, source="test")
     model = Decoder(config, max_positions=64, dtype=torch.float32, device=torch.device("cpu"))
     fill_dummy_weights(model, seed=0)
-    batch = make_batch([(0, 5)], num_heads=4, num_kv_heads=2, head_size=8)
+    batch = make_batch([(0, 5)], num_heads=4, num_kv_heads=2, head_size=16)
     for layer in model.attention_layers():
         layer.bind(TorchReferenceBackend(), batch.k_cache.clone(), batch.v_cache.clone())
     positions, is_media_T = torch.arange(5, dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1])

@@ -151,8 +151,8 @@ _AUTOGRAD_KEYS = (
 
 
 def past_autograd() -> AbstractContextManager[object]:
-    """Autograd is told nothing of the calls of a replay, as on CUDA: what it records of each operation, and
-    of each view and version, would be 5 % of a token of SmolLM2-135M."""
+    """Autograd is told nothing of the calls of a replay, as on CUDA: nobody reads what it records of each
+    operation, view and version."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD_KEYS)
 
 
