@@ -3,7 +3,7 @@
 Shapes come from config folders; weights are random and differ from layer to layer, so that no cache holds
 them. Everything runs in CUDA graphs and is a median in microseconds per product (or per layer). ``--all``
 times every candidate of the tuner too, after compiling them. ``bound`` is the weights' bytes at 4.3 TB/s.
-The built-in rule of ``src/gapless/kernels/linear_choice.py`` was made from this.
+The built-in rule of ``src/gapless/kernels/linear_rules.py`` was made from this.
 
 Usage: linear_products.py --configs DIR... [--tokens 1 8 32] [--all] [--output FILE]
 The last line is the result as JSON.
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from gapless.kernels import select
 from gapless.kernels.activation import fused_silu_mul
-from gapless.kernels.linear import Matrices, gate_up_silu, launch_product, small_linear
+from gapless.kernels.linear import gate_up_silu, launch_product, small_linear
 from gapless.kernels.linear_choice import choose
 from gapless.kernels.linear_tuner import candidates, time_in_graph
+from gapless.kernels.matrices import Matrices
 from gapless.models.config import DecoderConfig, parse_config
 
 BYTES_PER_US = 4.3e6

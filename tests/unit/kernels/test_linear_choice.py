@@ -12,20 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gapless.kernels import linear, linear_choice, linear_tuner, select
-from gapless.kernels.linear import Matrices
-from gapless.kernels.linear_choice import (
-    MAX_TOKENS,
-    Product,
-    Tiles,
-    choose,
-    default_tiles,
-    forget_stored_choices,
-    store_choices,
-    store_path,
-    token_bucket,
-)
+from gapless.kernels import linear, linear_choice, linear_tuner, matrices, select
+from gapless.kernels.linear_choice import choose, forget_stored_choices, store_choices, store_path
+from gapless.kernels.linear_rules import default_tiles
+from gapless.kernels.linear_tiles import MAX_TOKENS, Product, Tiles, token_bucket
 from gapless.kernels.linear_tuner import best_tiles, candidates, tune_products
+from gapless.kernels.matrices import Matrices, compile_products
 from gapless.models import fused
 from gapless.models.layers import Linear
 
@@ -311,9 +303,9 @@ def test_kernels_of_every_bucket_are_compiled_before_they_are_needed(
     gemv, tile = RecordingKernel(), RecordingKernel()
     monkeypatch.setattr(linear, "_kernels", lambda: SimpleNamespace(gemv_kernel=gemv, tile_kernel=tile))
     built_in = {1: GEMV, **dict.fromkeys((2, 4, 8, 16, 32, 64), TILE)}
-    monkeypatch.setattr(linear, "choose", lambda p, device: built_in.get(p.num_tokens))
+    monkeypatch.setattr(matrices, "choose", lambda p, device: built_in.get(p.num_tokens))
     weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16() if has_bias else None
-    linear.compile_products([Matrices(weights=(weight,), bias=bias, is_gated=is_gated)])
+    compile_products([Matrices(weights=(weight,), bias=bias, is_gated=is_gated)])
     assert [constants["NUM_TOKENS"] for constants in gemv.compiled] == [1]
     assert [constants["TOKENS_PAD"] for constants in tile.compiled] == [8, 16, 32, 64]  # each once
     for constants in (*gemv.compiled, *tile.compiled):
@@ -326,20 +318,33 @@ def test_a_loaded_model_times_its_products_only_when_asked(
     asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GAPLESS_TUNE_LINEAR", "1" if asked else "0")
-    calls: list[tuple[str, list[tuple[int, bool]]]] = []
+    calls: list[tuple[str, list[tuple[int, bool, bool]]]] = []
 
     def note(name: str) -> Callable[[list[Matrices]], None]:
-        return lambda groups: calls.append((name, [(len(group.weights), group.is_gated) for group in groups]))
+        return lambda groups: calls.append(
+            (name, [(len(g.weights), g.is_gated, g.is_summed) for g in groups])
+        )
 
     monkeypatch.setattr(linear_tuner, "tune_products", note("time"))
     monkeypatch.setattr(fused, "compile_products", note("compile"))
-    block = SimpleNamespace(
-        attention=SimpleNamespace(qkv=make_linear(), out=make_linear()),
-        mlp=SimpleNamespace(gate_up=make_linear(), down=make_linear()),
+    blocks = [
+        SimpleNamespace(
+            attention=SimpleNamespace(qkv=make_linear(), out=make_linear()),
+            mlp=SimpleNamespace(gate_up=make_linear(), down=make_linear()),
+        )
+        for _ in range(3)
+    ]
+    model = SimpleNamespace(
+        blocks=blocks,
+        lm_head=make_linear(),
+        expert_layers=dict,
+        shard=SimpleNamespace(is_whole=True),
+        info=SimpleNamespace(num_deepstack=2),
     )
-    model = SimpleNamespace(blocks=[block] * 3, lm_head=make_linear(), expert_layers=dict)
     fused.prepare_products(model)  # type: ignore[arg-type]
-    products = [(3, False), (3, False), (3, True), (3, False), (1, False)]
+    qkv, out, gate_up, down = (3, False, False), (3, False, True), (3, True, False), (3, False, True)
+    down_with_media, head = (2, False, False), (1, False, False)
+    products = [qkv, out, gate_up, down, down_with_media, head]
     assert calls == [("time", products), ("compile", products)][0 if asked else 1 :]
 
 
