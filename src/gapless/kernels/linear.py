@@ -80,8 +80,8 @@ def launch_product(
 
 
 def launch_parts(x_TI: Tensor, weight_OI: Tensor, tiles: Tiles) -> Tensor:
-    """``[T, I], [O, I] -> [P, T, O]`` in float32: parts whose sum is the product, ``tiles.parts`` of them, more
-    than one and a divisor of ``I``. Neither ``T`` nor ``O`` is 0."""
+    """``[T, I], [O, I] -> [P, T, O]`` in float32: parts whose sum is the product. Their number is more than
+    one and divides ``I``; neither ``T`` nor ``O`` is 0."""
     assert tiles.parts > 1
     assert x_TI.shape[1] % tiles.parts == 0
     shape = (tiles.parts, x_TI.shape[0], weight_OI.shape[0])

@@ -120,8 +120,8 @@ def _launch(
         residual_TE.stride(0),
         eps,
     )
-    constants = _constants(
-        size, residual_TE.dtype, residual_TE.device, HAS_UPDATE=update_TE is not None, NUM_PARTS=num_parts
+    constants = _norm_constants(
+        size, residual_TE.dtype, residual_TE.device, has_update=update_TE is not None, num_parts=num_parts
     )
     launch(kernels().rms_norm_kernel, (num_tokens,), args, constants)
 
@@ -131,8 +131,21 @@ def _rows_like(hidden_TE: Tensor) -> Tensor:
 
 
 @functools.cache
-def _constants(size: int, dtype: torch.dtype, device: torch.device, **own: int) -> Constants:
-    return Constants(**norm_shape(size, dtype), **own, **launch_options(device))
+def _constants(size: int, dtype: torch.dtype, device: torch.device) -> Constants:
+    return Constants(**norm_shape(size, dtype), **launch_options(device))
+
+
+@functools.cache
+def _norm_constants(
+    size: int, dtype: torch.dtype, device: torch.device, *, has_update: bool, num_parts: int
+) -> Constants:
+    shape = norm_shape(size, dtype)
+    if num_parts > 1:
+        # 16 numbers of all parts for a thread: with more of them the assembler waits for some before it asks
+        # for the rest, to save registers, and a row takes two or three times the latency of memory.
+        most = max(shape["num_warps"], shape["SIZE_PAD"] * num_parts // (16 * 32))
+        shape = Constants(**{**shape, "num_warps": min(most, 16)})
+    return Constants(**shape, HAS_UPDATE=has_update, NUM_PARTS=num_parts, **launch_options(device))
 
 
 def norm_shape(size: int, dtype: torch.dtype) -> Constants:
