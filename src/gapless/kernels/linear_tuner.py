@@ -202,7 +202,8 @@ def _all_candidates(product: Product) -> Iterator[Tiles]:
 
 
 def _summed_candidates(product: Product) -> Iterator[Tiles]:
-    """Whole rows and rows in parts. Of the latter those that make about one to two programs per processor."""
+    """Whole rows and rows in parts. Of the latter those that keep a good part of the processors busy, or
+    all of them twice."""
     default, whole = default_tiles(product), dataclasses.replace(product, is_summed=False)
     if default is not None:
         yield default
@@ -210,15 +211,22 @@ def _summed_candidates(product: Product) -> Iterator[Tiles]:
         yield from _all_candidates(whole)
     elif (of_whole_rows := default_tiles(whole)) is not None:
         yield of_whole_rows
-    split_forms = ((block_o, block_i, 4) for block_o, block_i in cross((16, 32), (64, 128, 256)))
-    streaming_forms = ((32, 64, 1), (32, 128, 1), (64, 64, 1), (64, 128, 1), (128, 64, 1))
-    few = product.num_tokens <= 8
-    for block_o, block_i, split in (*split_forms, *(() if few else streaming_forms)):
-        num_blocks, parts = -(-product.num_rows // block_o), 1
+    fewest_parts = 2 if product.num_tokens <= 8 else 1
+    for block_o, block_i, split in _forms(product.num_tokens):
+        num_blocks, parts = -(-product.num_rows // block_o), fewest_parts
         while parts <= MAX_PARTS:
-            if 48 <= num_blocks * parts <= 320 and (parts > 1 or not few):
+            if 36 <= num_blocks * parts <= 320:
                 yield from _in_parts(product, parts, block_o, block_i, split)
             parts *= 2
+
+
+def _forms(num_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Rows and columns of a step, and groups of warps, for so many tokens."""
+    if num_tokens <= 64:
+        yield from cross((16, 32), (64, 128, 256), (4,))
+    if num_tokens > 8:
+        # Products of 64 rows are the tensor cores' fastest, but with a few tokens weights are what counts.
+        yield from cross((32, 64) if num_tokens <= 64 else (64, 128), (64, 128), (1,))
 
 
 def _in_parts(product: Product, parts: int, block_o: int, block_i: int, split: int) -> Iterator[Tiles]:
@@ -226,8 +234,8 @@ def _in_parts(product: Product, parts: int, block_o: int, block_i: int, split: i
     columns, tokens_pad = product.num_in // parts, max(product.num_tokens, 8)
     step, num_stages = split * block_i, 3 if split > 1 else 4
     num_steps = -(-columns // step)
-    num_warps = split if split > 1 else 8 if block_o * tokens_pad >= 1 << 15 else 4
-    for num_early in {min(num_steps, 2), 0} if split == 1 else {min(num_steps, 2)}:
+    early = (0, min(num_steps, 2)) if split == 1 else (min(num_steps, 2),)
+    for num_early, num_warps in cross(early, (4, 8) if block_o * tokens_pad > 1 << 12 else (4,)):
         rest = columns - num_early * step
         tiles = Tiles(
             on_tensor_cores=True,
