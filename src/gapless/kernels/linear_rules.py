@@ -10,14 +10,14 @@ import functools
 
 import torch
 
-from gapless.kernels.linear_tiles import MAX_PARTS, MAX_SUMMED_TOKENS, MAX_TOKENS, GatedTiles, Product, Tiles
+from gapless.kernels.linear_tiles import MAX_PARTS, MAX_TOKENS, GatedTiles, Product, Tiles
 from gapless.kernels.select import next_power_of_2
 
 
 @functools.cache
 def default_tiles(product: Product) -> Tiles | None:
-    """The rule, from ``benchmarks/results/h200_linear.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B.
-    What it says of summed products is a *lead*: reckoned from those timings, not measured."""
+    """The rule, from ``benchmarks/results/h200_linear.json`` and, for summed products,
+    ``h200_summed_products.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
         return None  # rows that are not aligned would be read two bytes at a time
     if product.is_summed:
@@ -37,6 +37,8 @@ def default_tiles(product: Product) -> Tiles | None:
     return None
 
 
+_ENOUGH_PROGRAMS = 128
+"""About one for each of an H200's 132 multiprocessors."""
 _WIDE = GatedTiles(block_t=128, block_o=128, block_i=64, num_stages=4, shared_by=16, skew=0)
 _NARROW = GatedTiles(block_t=128, block_o=64, block_i=64, num_stages=6, shared_by=16, skew=4)
 _GATED = {
@@ -99,30 +101,25 @@ def _tiles_in_parts(product: Product) -> Tiles | None:
     """Rows are so few that whole ones make half as many programs as there are processors, each with all
     activations to read: parts make it up to 128 programs. None where that gains nothing or does not divide.
     """
-    if not 8 < product.num_tokens <= MAX_SUMMED_TOKENS or product.num_rows > 2048:
+    num_tokens, num_rows = product.num_tokens, product.num_rows
+    most_rows = 4096 if 8 < num_tokens <= 32 else 2048
+    if not 2 <= num_tokens <= 128 or num_rows > most_rows:
         return None
-    block_o, split = (32, 4) if product.num_tokens <= 32 else (64, 1)
-    num_blocks = -(-product.num_rows // block_o)
-    parts = MAX_PARTS
-    while parts > 1:
-        for block_i in (128, 64) if split > 1 else (64,):
-            if num_blocks * parts <= 128 and product.num_in % (parts * split * block_i) == 0:
-                columns = product.num_in // parts
-                return _part_tiles(columns, parts=parts, block_o=block_o, block_i=block_i, split=split)
+    block_o = 16 if num_tokens <= 8 else 64
+    num_blocks, parts = -(-num_rows // block_o), MAX_PARTS
+    while parts > 1 and (num_blocks * parts > _ENOUGH_PROGRAMS or product.num_in % (16 * parts) != 0):
         parts //= 2
-    return None
-
-
-def _part_tiles(columns: int, *, parts: int, block_o: int, block_i: int, split: int) -> Tiles:
-    if split == 1:
-        tiles = _streaming_tiles(block_i=block_i)
+    if parts == 1:
+        return None
+    columns = product.num_in // parts
+    if num_tokens <= 8:  # all in flight before the wait, if it fits
+        block_i = min(max(next_power_of_2(-(-columns // 8)), 16), 256)
+        tiles = _split_tiles(block_o=block_o, block_i=block_i, split=4, num_early=2)
+    elif num_tokens <= 32 and columns <= 512:
+        rest = columns - 2 * 128
+        tiles = _streaming_tiles(num_early=2, prefetch=max(next_power_of_2(rest), 64) if rest > 0 else 0)
     else:
-        num_steps = columns // (split * block_i)
-        num_early = min(num_steps, 2)
-        prefetch = next_power_of_2((num_steps - num_early) * split * block_i) if num_steps > 2 else 0
-        tiles = _split_tiles(
-            block_o=block_o, block_i=block_i, split=split, num_early=num_early, prefetch=prefetch
-        )
+        tiles = _streaming_tiles(block_i=64 if num_tokens == 64 else 128)
     return dataclasses.replace(tiles, parts=parts)
 
 
@@ -141,12 +138,15 @@ def _split_tiles(
     )
 
 
-def _streaming_tiles(*, block_i: int = 128, num_early: int = 0, num_stages: int = 4) -> Tiles:
+def _streaming_tiles(
+    *, block_i: int = 128, num_early: int = 0, prefetch: int = 0, num_stages: int = 4
+) -> Tiles:
     return Tiles(
         on_tensor_cores=True,
         block_o=64,
         block_i=block_i,
         num_early=num_early,
+        prefetch=prefetch,
         num_warps=4,
         num_stages=num_stages,
     )

@@ -222,27 +222,45 @@ def test_stored_parts_that_no_kernel_adds_up_are_not_used(
 @pytest.mark.parametrize("num_in", [2048, 3072])
 @pytest.mark.parametrize(
     ("num_tokens", "block_o", "split", "parts"),
-    [(16, 32, 4, 4), (32, 32, 4, 4), (64, 64, 1, 8), (128, 64, 1, 8), (256, 64, 1, 8)],
+    [(2, 16, 4, 2), (8, 16, 4, 2), (16, 64, 1, 8), (32, 64, 1, 8), (64, 64, 1, 8), (128, 64, 1, 8)],
 )
 def test_few_rows_with_a_norm_behind_them_are_cut_into_128_programs(
     num_tokens: int, block_o: int, split: int, parts: int, num_in: int
 ) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        tiles = default_tiles(make_summed(num_tokens, num_in=num_in, dtype=dtype))
+        product = make_summed(num_tokens, num_in=num_in, dtype=dtype)
+        tiles = default_tiles(product)
         assert tiles is not None
+        assert tiles.fits(product)
         assert (tiles.block_o, tiles.split, tiles.parts) == (block_o, split, parts)
-        assert num_in % (tiles.parts * tiles.split * tiles.block_i) == 0
         assert -(-1024 // tiles.block_o) * tiles.parts == 128
+
+
+def test_more_rows_are_cut_into_fewer_parts() -> None:
+    for num_in in (4096, 14336):
+        tiles = default_tiles(make_summed(32, num_out=4096, num_in=num_in))
+        assert tiles is not None
+        assert (tiles.parts, tiles.num_early) == (2, 0)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 8, 32, 128])
+def test_parts_are_as_many_as_divide_the_columns(num_tokens: int) -> None:
+    product = make_summed(num_tokens, num_out=576, num_in=576)
+    tiles = default_tiles(product)
+    assert tiles is not None
+    assert tiles.fits(product)
+    assert 1 < tiles.parts <= 4
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "changes"),
     [
         (1, {}),
-        (8, {}),
+        (256, {}),
         (512, {}),
-        (32, {"num_out": 4096, "num_in": 14336}),
-        (128, {"num_out": 4096, "num_in": 4096}),
+        (8, {"num_out": 4096, "num_in": 4096}),
+        (128, {"num_out": 4096, "num_in": 14336}),
+        (32, {"num_out": 8192, "num_in": 8192}),
         (32, {"num_in": 1008}),
         (32, {"dtype": torch.float32}),
     ],
