@@ -118,7 +118,7 @@ def run_variant(name: str, tokens: tuple[int, ...]) -> None:
     from gapless.kernels.activation import fused_silu_mul
     from gapless.kernels.gated_product import is_aligned, launch_gated
     from gapless.kernels.launch import compiling_ahead
-    from gapless.kernels.linear_choice import GatedTiles
+    from gapless.kernels.linear_tiles import GatedTiles
     from gapless.kernels.linear_tuner import time_in_graph
 
     torch.set_grad_enabled(False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gapless.kernels.gated_product import can_run_gated
 from gapless.kernels.linear import gated_product
-from gapless.kernels.linear_choice import GatedTiles, Product
+from gapless.kernels.linear_tiles import GatedTiles, Product
 from gapless.kernels.linear_tuner import gated_candidates
 
 pytestmark = pytest.mark.gpu

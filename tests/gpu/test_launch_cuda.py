@@ -52,7 +52,13 @@ def a_launch(choice: random.Random) -> tuple[Any, tuple[int, ...], list[Any], di
         for s, o in zip(strides, offsets[:2], strict=True)
     ]
     weight = rows(1, size, stride=size, offset=offsets[2], dtype=dtype)
-    constants = {"SIZE": size, "SIZE_PAD": 1024, "HAS_UPDATE": choice.random() < 0.5, **options}
+    constants = {
+        "SIZE": size,
+        "SIZE_PAD": 1024,
+        "HAS_UPDATE": choice.random() < 0.5,
+        "NUM_PARTS": 1,
+        **options,
+    }
     args = [*inputs, weight, *out, *strides, choice.choice([1e-6, 1.0, 0.0])]
     written = out if constants["HAS_UPDATE"] else out[1:]
     return kernels().rms_norm_kernel, (num_rows,), args, constants, written

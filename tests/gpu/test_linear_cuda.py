@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.kernels import linear
 from gapless.kernels.linear import gate_up_silu, launch_product, small_linear
-from gapless.kernels.linear_choice import Product, Tiles, choose, token_bucket
+from gapless.kernels.linear_choice import choose
+from gapless.kernels.linear_tiles import Product, Tiles, token_bucket
 from gapless.kernels.linear_tuner import candidates
+from gapless.kernels.matrices import Matrices, compile_products
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +127,7 @@ def test_a_hopper_gpu_has_its_own_kernel_for_one_token() -> None:
 
 def test_compiling_ahead_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = (make_weight(512, 1280),)
-    linear.compile_products([linear.Matrices(weights=weights, bias=None, is_gated=gated) for gated in (0, 1)])
+    compile_products([Matrices(weights=weights, bias=None, is_gated=gated) for gated in (0, 1)])
     from triton.runtime.jit import JITFunction
 
     def no_compilation(*args: object, **kwargs: object) -> None:
@@ -138,7 +139,7 @@ def test_compiling_ahead_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPat
         if token_bucket(num_tokens) == num_tokens:
             x = torch.randn(num_tokens, 1280, device="cuda").to(torch.bfloat16)
             small_linear(x, weights[0], None)
-            product = linear.Matrices(weights=weights, bias=None, is_gated=True).product(num_tokens)
+            product = Matrices(weights=weights, bias=None, is_gated=True).product(num_tokens)
             tiles = choose(product, x.device)
             if tiles is not None:
                 launch_product(x, weights[0], None, tiles, is_gated=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gapless.env import read_env
 from gapless.kernels.launch import KNOWN_VERSIONS, Constants, launch
-from gapless.kernels.linear_choice import GatedTiles
+from gapless.kernels.linear_tiles import GatedTiles
 from gapless.kernels.select import is_hopper, launch_options
 
 

@@ -54,9 +54,14 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per row: ``sum = residual + update``, ``normed = norm(sum) * weight``."""
+    """One program per row: ``sum = residual + update``, ``normed = norm(sum) * weight``.
+
+    ``NUM_PARTS`` > 1: ``update`` is ``[NUM_PARTS, T, E]`` in float32 and contiguous; its parts are added in
+    order and rounded once, as the product would have been that they come from.
+    """
     token = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, SIZE_PAD)
     is_element = element < SIZE
@@ -66,7 +71,13 @@ def rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
     row_E = tl.load(residual_TE + token * residual_stride_t + element, mask=is_element, other=0.0)
     if HAS_UPDATE:
-        update = tl.load(update_TE + token * update_stride_t + element, mask=is_element, other=0.0)
+        source = update_TE + token * update_stride_t + element
+        update = tl.load(source, mask=is_element, other=0.0)
+        if NUM_PARTS > 1:
+            part_stride = tl.num_programs(0).to(tl.int64) * SIZE
+            for part in tl.static_range(1, NUM_PARTS):
+                update += tl.load(source + part * part_stride, mask=is_element, other=0.0)
+            update = update.to(sum_TE.dtype.element_ty)
         row_E = (row_E.to(tl.float32) + update.to(tl.float32)).to(sum_TE.dtype.element_ty)
         tl.store(sum_TE + token * SIZE + element, row_E, mask=is_element)
     write_rms_norm(row_E, weight, normed_TE, token, element, is_element, eps, SIZE)

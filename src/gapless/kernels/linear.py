@@ -12,8 +12,6 @@ is computed in the same graph needs another operation in between.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -24,17 +22,9 @@ from torch import Tensor
 from gapless.graphs.ops import register_custom_op
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.gated_product import can_run_gated, is_aligned, launch_gated
-from gapless.kernels.launch import Constants, compiling_ahead, launch
-from gapless.kernels.linear_choice import (
-    MAX_GATED_TOKENS,
-    MAX_TOKENS,
-    GatedTiles,
-    Product,
-    Tiles,
-    choose,
-    takes_gated_tiles,
-    token_bucket,
-)
+from gapless.kernels.launch import Constants, launch
+from gapless.kernels.linear_choice import choose
+from gapless.kernels.linear_tiles import GatedTiles, Product, Tiles, max_tokens, token_bucket
 from gapless.kernels.select import launch_options
 
 
@@ -45,7 +35,7 @@ def _fake_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
 @register_custom_op(fake=_fake_linear, is_fresh=True)
 def small_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``[T, I], [O, I], [O] -> [T, O]``: ``x @ weight.T + bias``, summed in float32."""
-    tiles = _choose(x_TI, weight_OI, is_gated=False)
+    tiles = choose_tiles(x_TI, weight_OI)
     if not isinstance(tiles, Tiles):
         return F.linear(x_TI, weight_OI, bias_O)
     return launch_product(x_TI, weight_OI, bias_O, tiles, is_gated=False)
@@ -61,7 +51,7 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
 
     Gate and up are rounded before silu, and silu before its product: as in two steps.
     """
-    tiles = _choose(x_TI, weight_OI, is_gated=True)
+    tiles = choose_tiles(x_TI, weight_OI, is_gated=True)
     if isinstance(tiles, Tiles):
         return launch_product(x_TI, weight_OI, bias_O, tiles, is_gated=True)
     # Alignment is a property of weights and of memory as it is always given out: no accident of a call.
@@ -75,30 +65,11 @@ def gate_up_silu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tens
     return gated_product(x_TI, weight_OI, tiles)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matrices:
-    """The weights of one product in every layer, all of one shape, and the bias of the first."""
-
-    weights: tuple[Tensor, ...]
-    bias: Tensor | None
-    is_gated: bool
-
-    def product(self, num_tokens: int) -> Product:
-        """Its shape with a bucket of tokens."""
-        return _product(num_tokens, self.weights[0], is_gated=self.is_gated)
-
-    def products(self) -> Iterator[Product]:
-        """Every bucket for which there may be a kernel of ours."""
-        num_tokens = 1
-        while num_tokens <= MAX_TOKENS or takes_gated_tiles(self.product(num_tokens)):
-            yield self.product(num_tokens)
-            num_tokens *= 2
-
-
 def launch_product(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, tiles: Tiles, *, is_gated: bool
 ) -> Tensor:
-    """The product with given tiles: for the operators above, and for timing them."""
+    """The product with given tiles (of one part): for the operators above, and for timing them."""
+    assert tiles.parts == 1
     num_out = weight_OI.shape[0] // 2 if is_gated else weight_OI.shape[0]
     out_TO = torch.empty((x_TI.shape[0], num_out), dtype=x_TI.dtype, device=x_TI.device)
     if out_TO.numel() == 0:
@@ -108,6 +79,18 @@ def launch_product(
     return out_TO
 
 
+def launch_parts(x_TI: Tensor, weight_OI: Tensor, tiles: Tiles) -> Tensor:
+    """``[T, I], [O, I] -> [P, T, O]`` in float32: parts whose sum is the product. Their number is more than
+    one and divides ``I``; neither ``T`` nor ``O`` is 0."""
+    assert tiles.parts > 1
+    assert x_TI.shape[1] % tiles.parts == 0
+    shape = (tiles.parts, x_TI.shape[0], weight_OI.shape[0])
+    parts_PTO = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
+    kernel, args, constants = _arguments(x_TI, weight_OI, None, parts_PTO, tiles, is_gated=False)
+    launch(kernel, (-(-weight_OI.shape[0] // tiles.block_o), tiles.parts), args, constants)
+    return parts_PTO
+
+
 def gated_product(x_TI: Tensor, weight_OI: Tensor, tiles: GatedTiles) -> Tensor:
     """``gate_up_silu`` of many tokens with given tiles; ``can_run_gated`` and ``is_aligned`` hold."""
     out_TO = torch.empty((x_TI.shape[0], weight_OI.shape[0] // 2), dtype=x_TI.dtype, device=x_TI.device)
@@ -115,29 +98,12 @@ def gated_product(x_TI: Tensor, weight_OI: Tensor, tiles: GatedTiles) -> Tensor:
     return out_TO
 
 
-def compile_products(matrices: Iterable[Matrices]) -> None:
-    """Compile every kernel that these products will ask for, side by side: one after another, at their first
-    launches, they would take seconds of every start that does not find them in Triton's own store."""
-    with compiling_ahead():
-        for group in matrices:
-            weight_OI = group.weights[0]
-            for product in group.products():
-                tiles = choose(product, weight_OI.device)
-                if isinstance(tiles, Tiles):
-                    x_TI = weight_OI.new_empty((product.num_tokens, product.num_in))
-                    launch_product(x_TI, weight_OI, group.bias, tiles, is_gated=group.is_gated)
-                elif tiles is not None and group.bias is None and can_run_gated(weight_OI.device):
-                    x_TI = weight_OI.new_empty((1, product.num_in))  # compiled alike for any number of tokens
-                    if is_aligned(x_TI, weight_OI):
-                        gated_product(x_TI, weight_OI, tiles)
-
-
 def _arguments(
     x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tensor, tiles: Tiles, *, is_gated: bool
 ) -> tuple[Any, list[Any], Constants]:
     """The kernel, its arguments and its constants."""
     assert x_TI.stride(1) == weight_OI.stride(1) == 1
-    num_tokens, num_out = out_TO.shape
+    num_tokens, num_out = out_TO.shape[-2:]
     bias_or_any = weight_OI if bias_O is None else bias_O
     args = [x_TI, weight_OI, bias_or_any, out_TO, x_TI.stride(0), weight_OI.stride(0), num_out]
     if tiles.on_tensor_cores:
@@ -164,25 +130,38 @@ def _constants(
     }
     if not tiles.on_tensor_cores:
         return Constants(**constants, NUM_TOKENS=num_tokens)
-    return Constants(**constants, TOKENS_PAD=num_tokens, SPLIT=tiles.split, PREFETCH=tiles.prefetch)
+    return Constants(
+        **constants, TOKENS_PAD=num_tokens, SPLIT=tiles.split, PREFETCH=tiles.prefetch, PARTS=tiles.parts
+    )
 
 
-def _choose(x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool) -> Tiles | GatedTiles | None:
+def choose_tiles(
+    x_TI: Tensor, weight_OI: Tensor, *, is_gated: bool = False, is_summed: bool = False
+) -> Tiles | GatedTiles | None:
+    """What is chosen for the shape of a call; None: cuBLAS."""
     num_tokens = x_TI.shape[0]
-    if num_tokens > (MAX_GATED_TOKENS if is_gated else MAX_TOKENS):
+    if num_tokens > max_tokens(is_gated=is_gated, is_summed=is_summed):
         return None
-    return choose(_product(num_tokens, weight_OI, is_gated=is_gated), x_TI.device)
+    product = product_of(num_tokens, weight_OI, is_gated=is_gated, is_summed=is_summed)
+    return choose(product, x_TI.device)
 
 
-def _product(num_tokens: int, weight_OI: Tensor, *, is_gated: bool) -> Product:
-    num_rows, num_in = weight_OI.shape
-    return _product_of(num_tokens, num_in, num_rows // 2 if is_gated else num_rows, is_gated, weight_OI.dtype)
+def product_of(num_tokens: int, weight_OI: Tensor, *, is_gated: bool, is_summed: bool) -> Product:
+    """The shape of a product with ``weight_OI``, and the bucket of ``num_tokens``."""
+    return _product_of(num_tokens, *weight_OI.shape, is_gated, is_summed, weight_OI.dtype)
 
 
 @functools.cache
-def _product_of(num_tokens: int, num_in: int, num_out: int, is_gated: bool, dtype: torch.dtype) -> Product:
+def _product_of(
+    num_tokens: int, num_rows: int, num_in: int, is_gated: bool, is_summed: bool, dtype: torch.dtype
+) -> Product:
     return Product(
-        num_tokens=token_bucket(num_tokens), num_in=num_in, num_out=num_out, is_gated=is_gated, dtype=dtype
+        num_tokens=token_bucket(num_tokens),
+        num_in=num_in,
+        num_out=num_rows // 2 if is_gated else num_rows,
+        is_gated=is_gated,
+        is_summed=is_summed,
+        dtype=dtype,
     )
 
 

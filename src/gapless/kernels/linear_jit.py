@@ -6,6 +6,10 @@ are constant, so an early launch (see ``jit.py``) puts the first ones of every p
 shared between programs: results are deterministic, and a token's do not depend on the others' data. Sums are
 float32. Only the number of columns is compiled in, because it decides how much is in flight.
 
+Where rows are too few to keep every processor busy, ``PARTS`` programs may share the columns of the same
+rows. Each writes its part of the sum, and the kernel behind adds them up (``summed_product.py``): always in
+the same order, so results are still deterministic.
+
 ``gemv_kernel`` multiplies on the ordinary cores, for a token or a few; ``tile_kernel`` on the tensor cores,
 weights on the left, so that up to a whole tile of tokens costs what one costs. Both may end in the gated
 activation: then a program owns rows of gate and the same rows of up, interleaved. ``T`` tokens, ``I`` input
@@ -104,15 +108,19 @@ def tile_kernel(
     SPLIT: tl.constexpr,
     NUM_EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per ``BLOCK_O`` rows. Columns are taken ``SPLIT * BLOCK_I`` at a time: each of ``SPLIT``
-    groups of warps multiplies its own ``BLOCK_I``, and their sums are added once, at the end.
+    """One program per ``BLOCK_O`` rows and part of the columns, taken ``SPLIT * BLOCK_I`` at a time: each of
+    ``SPLIT`` groups of warps multiplies its own ``BLOCK_I``, and their sums are added once, at the end.
 
     ``NUM_EARLY`` (0, 1 or 2) such steps are in flight before the wait; the others follow in a loop. The first
     ``PREFETCH`` columns of the loop are called into the second-level cache before the wait.
+
+    With ``PARTS`` > 1, which divides ``NUM_IN``, ``out`` is float32 ``[PARTS, T, O]``, and there is neither a
+    bias nor a gate.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -124,6 +132,12 @@ def tile_kernel(
         is_row_O = row_O < num_out
     token_T = tl.arange(0, TOKENS_PAD)
     column_I = tl.arange(0, BLOCK_I)
+    NUM_COLUMNS: tl.constexpr = NUM_IN // PARTS
+    if PARTS > 1:
+        part = tl.program_id(1)
+        x_TI += part * NUM_COLUMNS
+        weight_OI += part * NUM_COLUMNS
+        out_TO += part.to(tl.int64) * num_tokens * num_out
     if SPLIT > 1:
         start_S = tl.arange(0, SPLIT) * BLOCK_I
         column_left = start_S[:, None, None] + column_I[None, None, :]
@@ -139,12 +153,12 @@ def tile_kernel(
     weight = weight_OI + row.to(tl.int64) * weight_stride_o + column_left
     STEP: tl.constexpr = SPLIT * BLOCK_I
     if NUM_EARLY > 0:
-        w0 = tl.load(weight, mask=is_row & (column_left < NUM_IN), other=0.0)
+        w0 = tl.load(weight, mask=is_row & (column_left < NUM_COLUMNS), other=0.0)
     if NUM_EARLY > 1:
-        w1 = tl.load(weight + STEP, mask=is_row & (column_left + STEP < NUM_IN), other=0.0)
+        w1 = tl.load(weight + STEP, mask=is_row & (column_left + STEP < NUM_COLUMNS), other=0.0)
     if EARLY and PREFETCH > 0:
         line = tl.arange(0, PREFETCH // 64) * 64 + NUM_EARLY * STEP
-        line = tl.minimum(line, NUM_IN - 1)[None, :]
+        line = tl.minimum(line, NUM_COLUMNS - 1)[None, :]
         last_row = 2 * num_out - 1 if IS_GATED else num_out - 1
         prefetch(weight_OI + tl.minimum(row_O, last_row).to(tl.int64)[:, None] * weight_stride_o + line)
     if HAS_BIAS:
@@ -154,13 +168,13 @@ def tile_kernel(
     x = x_TI + token * x_stride_t + column_right
     is_token = token < num_tokens
     if NUM_EARLY > 0:
-        total = tl.dot(w0, tl.load(x, mask=is_token & (column_right < NUM_IN), other=0.0), total)
+        total = tl.dot(w0, tl.load(x, mask=is_token & (column_right < NUM_COLUMNS), other=0.0), total)
     if NUM_EARLY > 1:
-        x1 = tl.load(x + STEP, mask=is_token & (column_right + STEP < NUM_IN), other=0.0)
+        x1 = tl.load(x + STEP, mask=is_token & (column_right + STEP < NUM_COLUMNS), other=0.0)
         total = tl.dot(w1, x1, total)
-    for start in range(NUM_EARLY * STEP, NUM_IN, STEP):
-        late = tl.load(weight + start, mask=is_row & (column_left + start < NUM_IN), other=0.0)
-        x_late = tl.load(x + start, mask=is_token & (column_right + start < NUM_IN), other=0.0)
+    for start in range(NUM_EARLY * STEP, NUM_COLUMNS, STEP):
+        late = tl.load(weight + start, mask=is_row & (column_left + start < NUM_COLUMNS), other=0.0)
+        x_late = tl.load(x + start, mask=is_token & (column_right + start < NUM_COLUMNS), other=0.0)
         total = tl.dot(late, x_late, total)
     sum_OT = tl.sum(total, 0) if SPLIT > 1 else total
     if HAS_BIAS:

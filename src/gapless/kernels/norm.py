@@ -51,6 +51,15 @@ def add_rms_norm_into(
     _launch(update_TE, residual_TE, weight_E, sum_TE, normed_TE, eps)
 
 
+def add_parts_rms_norm_into(
+    parts_PTE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, sum_TE: Tensor, normed_TE: Tensor
+) -> None:
+    """``add_rms_norm_into`` where the update is the sum of ``parts``, which are float32 and contiguous; it is
+    rounded to the residual stream's dtype before it is added."""
+    assert parts_PTE.is_contiguous()
+    _launch(parts_PTE, residual_TE, weight_E, sum_TE, normed_TE, eps, num_parts=parts_PTE.shape[0])
+
+
 def _fake_embed(
     input_ids_T: Tensor,
     drawn_rows_T: Tensor,
@@ -95,6 +104,8 @@ def _launch(
     sum_TE: Tensor | None,
     normed_TE: Tensor,
     eps: float,
+    *,
+    num_parts: int = 1,
 ) -> None:
     num_tokens, size = residual_TE.shape
     if num_tokens == 0:
@@ -105,11 +116,13 @@ def _launch(
         weight_E,
         normed_TE if sum_TE is None else sum_TE,
         normed_TE,
-        size if update_TE is None else update_TE.stride(0),
+        size if update_TE is None else update_TE.stride(-2),
         residual_TE.stride(0),
         eps,
     )
-    constants = _constants(size, residual_TE.dtype, residual_TE.device, HAS_UPDATE=update_TE is not None)
+    constants = _norm_constants(
+        size, residual_TE.dtype, residual_TE.device, has_update=update_TE is not None, num_parts=num_parts
+    )
     launch(kernels().rms_norm_kernel, (num_tokens,), args, constants)
 
 
@@ -118,8 +131,21 @@ def _rows_like(hidden_TE: Tensor) -> Tensor:
 
 
 @functools.cache
-def _constants(size: int, dtype: torch.dtype, device: torch.device, **own: bool) -> Constants:
-    return Constants(**norm_shape(size, dtype), **own, **launch_options(device))
+def _constants(size: int, dtype: torch.dtype, device: torch.device) -> Constants:
+    return Constants(**norm_shape(size, dtype), **launch_options(device))
+
+
+@functools.cache
+def _norm_constants(
+    size: int, dtype: torch.dtype, device: torch.device, *, has_update: bool, num_parts: int
+) -> Constants:
+    shape = norm_shape(size, dtype)
+    if num_parts > 1:
+        # 16 numbers of all parts for a thread: with more of them the assembler waits for some before it asks
+        # for the rest, to save registers, and a row takes two or three times the latency of memory.
+        most = max(shape["num_warps"], shape["SIZE_PAD"] * num_parts // (16 * 32))
+        shape = Constants(**{**shape, "num_warps": min(most, 16)})
+    return Constants(**shape, HAS_UPDATE=has_update, NUM_PARTS=num_parts, **launch_options(device))
 
 
 def norm_shape(size: int, dtype: torch.dtype) -> Constants:

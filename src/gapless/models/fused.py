@@ -3,8 +3,9 @@
 The same parameters and the same order of operations as the modules of ``decoder.py``, whose forward stays the
 oracle; only what lies between two matrix products is one kernel each. A layer is nine nodes of a graph: four
 products, attention, and four kernels. The addition to the residual stream joins the norm after it, also the
-next layer's, and where ranks meet their sum joins both; a mixture of experts is five nodes (six with many
-tokens), of which the last adds and norms too.
+next layer's, and so does the last step of the product ahead (``kernels/summed_product.py``); where ranks
+meet, their sum joins the two. A mixture of experts is five nodes (six with many tokens), of which the last
+adds and norms too.
 
 A prompt needs the last layer's feed-forward for its sampled rows alone. So the stack can end behind that
 layer's attention, and its *tail* follows for few rows. ``T`` tokens, ``R`` sampled rows, ``E`` hidden size,
@@ -22,19 +23,20 @@ from torch import Tensor
 from gapless.env import read_env
 from gapless.graphs.context import get_forward_context, in_short_warm_up
 from gapless.graphs.ops import direct
-from gapless.kernels import activation, linear, media, mrope, norm, rope_cache
-from gapless.kernels.linear import Matrices, compile_products
+from gapless.kernels import activation, linear, media, mrope, norm, rope_cache, summed_product
+from gapless.kernels.matrices import Matrices, compile_products
 from gapless.models.moe import MixtureOfExperts
 from gapless.parallel.collectives import all_reduce, sum_add_rms_norm
 
 if TYPE_CHECKING:
-    from gapless.models.decoder import Decoder, DecoderAttention
+    from gapless.models.decoder import Decoder, DecoderAttention, GatedMLP
     from gapless.models.layers import Linear, RMSNorm
     from gapless.models.moe import FeedForward
     from gapless.parallel.shard import Shard
 
 fused_silu_mul = direct(activation.fused_silu_mul)
 small_linear, gate_up_silu = direct(linear.small_linear), direct(linear.gate_up_silu)
+linear_add_rms_norm = direct(summed_product.linear_add_rms_norm)
 fused_rms_norm = direct(norm.fused_rms_norm)
 fused_embed_rms_norm = direct(norm.fused_embed_rms_norm)
 fused_embed_media = direct(media.embed_media)
@@ -80,9 +82,9 @@ def fused_to_tail(
 def fused_tail(model: Decoder, attended_RC: Tensor, residual_RE: Tensor) -> Tensor:
     """What follows ``fused_to_tail``, the final norm included: ``-> [R, E]``."""
     block, norm = model.blocks[-1], model.final_norm
-    partial_RE = fused_linear(block.attention.out, attended_RC)
-    residual_RE, normed_RE = _add_and_norm(partial_RE, residual_RE, block.mlp_norm, model.shard)
-    return _add_and_norm(block.mlp.fused(normed_RE), residual_RE, norm, model.shard)[1]
+    out, shard = block.attention.out, model.shard
+    residual_RE, normed_RE = _linear_add_norm(out, attended_RC, residual_RE, block.mlp_norm, shard)
+    return _feed_forward_add_norm(block.mlp, normed_RE, residual_RE, norm, shard)[1]
 
 
 def fused_hidden_states(
@@ -109,21 +111,26 @@ def fused_linear(linear: Linear, hidden_TI: Tensor) -> Tensor:
 
 
 def _all_matrices(model: Decoder) -> Iterator[Matrices]:
+    is_whole = model.shard.is_whole
     yield _matrices([block.attention.qkv for block in model.blocks])
-    yield _matrices([block.attention.out for block in model.blocks])
+    yield _matrices([block.attention.out for block in model.blocks], is_summed=is_whole)
     experts = list(model.expert_layers().values())
-    dense = [block.mlp for block in model.blocks if block.mlp not in experts]
+    dense = cast("list[FeedForward]", [block.mlp for block in model.blocks if block.mlp not in experts])
     shared = [mixture.shared for mixture in experts if mixture.shared is not None]
-    for mlps in (cast("list[FeedForward]", dense), shared):
+    for mlps in (dense, shared):
         yield _matrices([mlp.gate_up for mlp in mlps], is_gated=True)
-        yield _matrices([mlp.down for mlp in mlps])
+    yield _matrices([mlp.down for mlp in dense], is_summed=is_whole)
+    yield _matrices([mlp.down for mlp in shared])
+    may_show_media = [block.mlp for block in model.blocks[: model.info.num_deepstack]]
+    yield _matrices([mlp.down for mlp in dense if mlp in may_show_media])  # another kernel's then
     yield _matrices([mixture.router for mixture in experts])
     yield _matrices([model.lm_head])
 
 
-def _matrices(linears: Sequence[Linear], *, is_gated: bool = False) -> Matrices:
+def _matrices(linears: Sequence[Linear], *, is_gated: bool = False, is_summed: bool = False) -> Matrices:
     weights = tuple(linear.weight for linear in linears if linear.weight is not None)
-    return Matrices(weights=weights, bias=linears[0].bias if linears else None, is_gated=is_gated)
+    bias = linears[0].bias if linears else None
+    return Matrices(weights=weights, bias=bias, is_gated=is_gated, is_summed=is_summed and bias is None)
 
 
 Started = tuple[Tensor, Tensor, tuple[Tensor, Tensor | None]]
@@ -170,22 +177,24 @@ def _run_layers(
         attended_TC = _attention(block.attention, normed_TE, *rope).flatten(1)
         if ends_here:
             return attended_TC, residual_TE
-        partial_TE = fused_linear(block.attention.out, attended_TC)
-        residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, block.mlp_norm, model.shard)
+        residual_TE, normed_TE = _linear_add_norm(
+            block.attention.out, attended_TC, residual_TE, block.mlp_norm, model.shard
+        )
         has_deepstack = index < num_deepstack
         if isinstance(block.mlp, MixtureOfExperts) and model.shard.is_whole and not has_deepstack:
             joined = block.mlp.fused_add_norm(normed_TE, residual_TE, norm_after)
             if joined is not None:
                 residual_TE, normed_TE = joined
                 continue
-        partial_TE = block.mlp.fused(normed_TE)
         if deepstack_LTE is not None and has_deepstack:
-            update_TE = all_reduce(partial_TE, model.shard)
+            update_TE = all_reduce(block.mlp.fused(normed_TE), model.shard)
             residual_TE, normed_TE = fused_add_media_rms_norm(
                 update_TE, residual_TE, deepstack_LTE[index], is_media_T, norm_after.weight, norm_after.eps
             )
         else:
-            residual_TE, normed_TE = _add_and_norm(partial_TE, residual_TE, norm_after, model.shard)
+            residual_TE, normed_TE = _feed_forward_add_norm(
+                block.mlp, normed_TE, residual_TE, norm_after, model.shard
+            )
     return residual_TE, normed_TE
 
 
@@ -224,6 +233,23 @@ def activated(gate_up: Linear, hidden_TE: Tensor) -> Tensor:
     if gate_up.weight is None:
         return fused_silu_mul(gate_up(hidden_TE))
     return gate_up_silu(hidden_TE, gate_up.weight, gate_up.bias)
+
+
+def _feed_forward_add_norm(
+    mlp: GatedMLP | MixtureOfExperts, hidden_TE: Tensor, residual_TE: Tensor, norm: RMSNorm, shard: Shard
+) -> tuple[Tensor, Tensor]:
+    if isinstance(mlp, MixtureOfExperts):
+        return _add_and_norm(mlp.fused(hidden_TE), residual_TE, norm, shard)
+    return _linear_add_norm(mlp.down, activated(mlp.gate_up, hidden_TE), residual_TE, norm, shard)
+
+
+def _linear_add_norm(
+    linear: Linear, hidden_TI: Tensor, residual_TE: Tensor, norm: RMSNorm, shard: Shard
+) -> tuple[Tensor, Tensor]:
+    """``(residual + linear(hidden), norm of that)``."""
+    if shard.is_whole and linear.weight is not None and linear.bias is None:
+        return linear_add_rms_norm(hidden_TI, linear.weight, residual_TE, norm.weight, norm.eps)
+    return _add_and_norm(fused_linear(linear, hidden_TI), residual_TE, norm, shard)
 
 
 def _add_and_norm(

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from gapless.kernels import gated_product, gated_product_jit
-from gapless.kernels.linear_choice import GatedTiles
+from gapless.kernels.linear_tiles import GatedTiles
 from integration.attention.sass import disassemble, unwritten_registers
 
 LARGE = {"block_t": 128, "block_o": 128, "block_i": 64, "num_stages": 4, "shared_by": 16}

@@ -9,7 +9,8 @@ import torch
 from compile_fused_kernels import CompilingKernels
 
 from gapless.kernels import linear, linear_jit
-from gapless.kernels.linear_choice import default_tiles
+from gapless.kernels.linear_rules import default_tiles
+from gapless.kernels.matrices import Matrices
 
 CASES = (
     (torch.bfloat16, 1, False, ((2048, 1024), (2048, 4096), (2048, 14336))),
@@ -31,7 +32,7 @@ def main() -> None:
             x = torch.empty(num_tokens, num_in, dtype=dtype, device="meta")
             weight = torch.empty(num_rows, num_in, dtype=dtype, device="meta")
             bias = torch.empty(num_rows, dtype=dtype, device="meta") if is_gated else None
-            matrices = linear.Matrices(weights=(weight,), bias=bias, is_gated=is_gated)
+            matrices = Matrices(weights=(weight,), bias=bias, is_gated=is_gated)
             tiles = default_tiles(matrices.product(num_tokens))
             assert tiles is not None
             linear.launch_product(x, weight, bias, tiles, is_gated=is_gated)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gapless.kernels import gated_product_jit
-from gapless.kernels.linear_choice import GatedTiles
+from gapless.kernels.linear_tiles import GatedTiles
 from loop_bounds import frozen_bounds
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gapless.kernels.linear_choice import Tiles
+from gapless.kernels.linear_tiles import Tiles
 
 HALVES = (torch.bfloat16, torch.float16)
 

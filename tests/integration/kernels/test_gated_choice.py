@@ -17,19 +17,13 @@ pytest.importorskip("triton")
 from gated_product_on_cpu import run_kernel
 from linear_cases import linear_oracle
 
-from gapless.kernels import linear, linear_tuner
-from gapless.kernels.linear import Matrices, compile_products, gate_up_silu, small_linear
-from gapless.kernels.linear_choice import (
-    MAX_GATED_TOKENS,
-    GatedTiles,
-    Product,
-    choose,
-    default_gated_tiles,
-    default_tiles,
-    forget_stored_choices,
-    store_choices,
-)
+from gapless.kernels import linear, linear_tuner, matrices
+from gapless.kernels.linear import gate_up_silu, small_linear
+from gapless.kernels.linear_choice import choose, forget_stored_choices, store_choices
+from gapless.kernels.linear_rules import default_gated_tiles, default_tiles
+from gapless.kernels.linear_tiles import MAX_GATED_TOKENS, GatedTiles, Product
 from gapless.kernels.linear_tuner import best_tiles, gated_candidates, tune_products
+from gapless.kernels.matrices import Matrices, compile_products
 
 CPU = torch.device("cpu")
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "h200_gate_up_products.json"
@@ -52,7 +46,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
         run_kernel(x_TI, weight_OI, out_TO, tiles, num_programs=2)
 
     monkeypatch.setattr(linear, "launch_gated", launch)
-    for module in (linear, linear_tuner):
+    for module in (linear, linear_tuner, matrices):
         monkeypatch.setattr(module, "can_run_gated", lambda device: True)
     yield launches
     forget_stored_choices()

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from gated_product_on_cpu import run_kernel
 
-from gapless.kernels.linear_choice import GatedTiles
+from gapless.kernels.linear_tiles import GatedTiles
 
 SMALL = {"block_t": 8, "block_o": 8, "block_i": 4, "num_stages": 3, "shared_by": 2}
 

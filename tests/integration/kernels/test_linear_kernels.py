@@ -15,7 +15,7 @@ from linear_cases import (
 
 from gapless.kernels import linear
 from gapless.kernels.linear import gate_up_silu, launch_product, small_linear
-from gapless.kernels.linear_choice import MAX_TOKENS, Product, Tiles
+from gapless.kernels.linear_tiles import MAX_TOKENS, Product, Tiles
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 interpreted = pytest.mark.skipif(

@@ -31,6 +31,7 @@ from gapless.kernels.positions import add_interpolated
 from gapless.kernels.rope_cache import rotate_heads, rotate_into_cache
 from gapless.kernels.sample import draw_tokens
 from gapless.kernels.step_arrays import write_step_arrays
+from gapless.kernels.summed_product import linear_add_rms_norm
 from gapless.models.packed_linear import PackedWeight, can_pack, packed_linear
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are not interpreted")
@@ -101,6 +102,10 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
     "small_linear": (small_linear, lambda rows, t: (rows(t, 12), torch.randn(6, 12), torch.randn(6))),
     "small_linear without bias": (small_linear, lambda rows, t: (rows(t, 12), torch.randn(6, 12), None)),
     "gate_up_silu": (gate_up_silu, lambda rows, t: (rows(t, 12), torch.randn(8, 12), None)),
+    "linear_add_rms_norm": (
+        linear_add_rms_norm,
+        lambda rows, t: (rows(t, 12), torch.randn(24, 12), rows(t, 24), torch.randn(24), 1e-5),
+    ),
     "route_tokens": (route_tokens, lambda rows, t: (rows(t, 5), LIMITS, 2, True, 16)),
     "expert_gate_up": (
         expert_gate_up,

@@ -12,7 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from gapless.graphs import ops
-from gapless.kernels import activation, layer_norm, linear, media, moe, moe_sum, mrope, norm, rope_cache
+from gapless.kernels import (
+    activation,
+    layer_norm,
+    linear,
+    media,
+    moe,
+    moe_sum,
+    mrope,
+    norm,
+    rope_cache,
+    summed_product,
+)
 from gapless.models import grouped_experts, packed_linear
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter was not chosen")
@@ -42,6 +53,7 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     grouped_experts.grouped_linear: (HIDDEN, torch.randn(2, 8, 16), LIMITS),
     linear.small_linear: (HIDDEN, torch.randn(8, 16), None),
     linear.gate_up_silu: (HIDDEN, torch.randn(8, 16), torch.randn(8)),
+    summed_product.linear_add_rms_norm: (HIDDEN, torch.randn(16, 16), HIDDEN, WEIGHT, 1e-6),
 }
 PACKED = packed_linear.PackedWeight(torch.randn(8, 16), None) if packed_linear.can_pack(HIDDEN) else None
 if PACKED is not None:

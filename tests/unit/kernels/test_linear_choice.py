@@ -12,20 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gapless.kernels import linear, linear_choice, linear_tuner, select
-from gapless.kernels.linear import Matrices
-from gapless.kernels.linear_choice import (
-    MAX_TOKENS,
-    Product,
-    Tiles,
-    choose,
-    default_tiles,
-    forget_stored_choices,
-    store_choices,
-    store_path,
-    token_bucket,
-)
+from gapless.kernels import linear, linear_choice, linear_tuner, matrices, norm, select
+from gapless.kernels.linear_choice import choose, forget_stored_choices, store_choices, store_path
+from gapless.kernels.linear_rules import default_tiles
+from gapless.kernels.linear_tiles import MAX_TOKENS, Product, Tiles, token_bucket
 from gapless.kernels.linear_tuner import best_tiles, candidates, tune_products
+from gapless.kernels.matrices import Matrices, compile_products
 from gapless.models import fused
 from gapless.models.layers import Linear
 
@@ -192,6 +184,96 @@ def test_stored_tiles_that_no_kernel_understands_are_not_used(
     assert "cannot be read" in caplog.text
 
 
+PARTS = replace(TILE, parts=4)
+
+
+def make_summed(num_tokens: int, **changes: object) -> Product:
+    return make_product(num_tokens, **{"num_in": 2048, "num_out": 1024, "is_summed": True, **changes})
+
+
+def test_parts_are_stored_for_products_that_a_norm_follows() -> None:
+    store_choices({make_summed(256): PARTS, make_summed(128): None}, CPU)
+    forget_stored_choices()
+    assert (choose(make_summed(256), CPU), choose(make_summed(128), CPU)) == (PARTS, None)
+    assert choose(make_summed(256, is_summed=False), CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("product", "wrong"),
+    [
+        (make_product(16, num_in=2048), {}),  # nothing would add them up
+        (make_summed(16), {"parts": 3}),
+        (make_summed(16), {"parts": 0}),
+        (make_summed(16), {"parts": 32}),
+        (make_summed(16, num_in=2048 + 32), {}),  # a part would begin on 16 bytes
+        (make_summed(1), {"on_tensor_cores": False}),
+    ],
+)
+def test_stored_parts_that_no_kernel_adds_up_are_not_used(
+    product: Product, wrong: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    store_choices({product: replace(PARTS, **wrong)}, CPU)
+    forget_stored_choices()
+    with caplog.at_level(logging.WARNING):
+        assert choose(product, CPU) is None
+    assert "cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("num_in", [2048, 3072])
+@pytest.mark.parametrize(
+    ("num_tokens", "block_o", "split", "parts"),
+    [(2, 16, 4, 2), (8, 16, 4, 2), (16, 64, 1, 8), (32, 64, 1, 8), (64, 64, 1, 8), (128, 64, 1, 8)],
+)
+def test_few_rows_with_a_norm_behind_them_are_cut_into_128_programs(
+    num_tokens: int, block_o: int, split: int, parts: int, num_in: int
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        product = make_summed(num_tokens, num_in=num_in, dtype=dtype)
+        tiles = default_tiles(product)
+        assert tiles is not None
+        assert tiles.fits(product)
+        assert (tiles.block_o, tiles.split, tiles.parts) == (block_o, split, parts)
+        assert -(-1024 // tiles.block_o) * tiles.parts == 128
+
+
+def test_more_rows_are_cut_into_fewer_parts() -> None:
+    for num_in in (4096, 14336):
+        tiles = default_tiles(make_summed(32, num_out=4096, num_in=num_in))
+        assert tiles is not None
+        assert (tiles.parts, tiles.num_early) == (2, 0)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 8, 32, 128])
+def test_parts_are_as_many_as_divide_the_columns(num_tokens: int) -> None:
+    product = make_summed(num_tokens, num_out=576, num_in=576)
+    tiles = default_tiles(product)
+    assert tiles is not None
+    assert tiles.fits(product)
+    assert 1 < tiles.parts <= 4
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "changes"),
+    [
+        (1, {}),
+        (256, {}),
+        (512, {}),
+        (8, {"num_out": 4096, "num_in": 4096}),
+        (128, {"num_out": 4096, "num_in": 14336}),
+        (32, {"num_out": 8192, "num_in": 8192}),
+        (32, {"num_in": 1008}),
+        (32, {"dtype": torch.float32}),
+    ],
+    ids=str,
+)
+def test_elsewhere_a_norm_behind_a_product_changes_no_choice(
+    num_tokens: int, changes: dict[str, object]
+) -> None:
+    summed = default_tiles(make_summed(num_tokens, **changes))
+    assert summed == default_tiles(make_summed(num_tokens, **changes, is_summed=False))
+    assert summed is None or summed.parts == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_only_half_precision_has_tiles(dtype: torch.dtype) -> None:
     assert default_tiles(make_product(dtype=dtype)) is None
@@ -222,6 +304,25 @@ def test_candidates_fit_a_program(num_tokens: int, num_in: int, num_out: int, is
             assert (tiles.block_o + max(num_tokens, 8)) * columns * 2 * min(stages, 2) <= 227 * 1024
         else:
             assert tiles.block_o * tiles.block_i * tiles.num_early <= 1 << 15
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("num_in", "num_out"), [(2048, 1024), (3072, 1024), (4096, 4096), (576, 576)])
+def test_candidates_in_parts_fit_a_program_and_are_not_too_many(
+    num_tokens: int, num_in: int, num_out: int
+) -> None:
+    product = make_summed(num_tokens, num_in=num_in, num_out=num_out)
+    offered = list(candidates(product))
+    assert len(offered) == len(set(offered)) <= (55 if num_tokens <= 8 else 45)
+    assert default_tiles(product) in (None, offered[0])
+    for tiles in offered:
+        assert tiles.fits(product)
+        if tiles.parts > 1:
+            columns = tiles.split * tiles.block_i
+            assert (tiles.block_o + max(num_tokens, 8)) * columns * 2 <= 200_000
+            assert tiles.prefetch == 0 or tiles.prefetch & (tiles.prefetch - 1) == 0
+    if (num_in, num_out) == (2048, 1024):
+        assert {tiles.parts for tiles in offered} >= ({1, 2, 4} if num_tokens <= 8 else {4, 8, 16})
 
 
 def timer_that_prefers(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Tiles | None], float]) -> list[Tiles]:
@@ -281,6 +382,32 @@ def test_a_candidate_that_does_not_fit_is_passed_over(
     assert best_tiles(product, weights, linear_tuner.time_in_graph) == last
 
 
+def test_a_product_is_timed_with_the_norm_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with cuBLAS; the fastest is stored for every bucket there may be."""
+    launched: list[Tiles] = []
+    norms: list[torch.Size] = []
+    timer = timer_that_prefers(monkeypatch, lambda tiles: 1.0)
+    monkeypatch.setattr(
+        linear_tuner, "fused_add_rms_norm", lambda update, residual, *end: norms.append(residual.shape)
+    )
+    monkeypatch.setattr(linear_tuner, "launch_summed", lambda *args: launched.append(args[-1]))
+
+    def time(run: Callable[[], None]) -> float:
+        launched.clear()
+        run()
+        return 1.0 if not launched else 0.5 if launched[0].parts == 4 else 0.9
+
+    weight = torch.randn(1024, 2048, dtype=torch.bfloat16)
+    group = Matrices(weights=(weight,), bias=None, is_gated=False, is_summed=True)
+    choices = tune_products([group], timer=time)
+    assert [p.num_tokens for p in choices] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert all(p.is_summed and tiles is not None and tiles.parts == 4 for p, tiles in choices.items())
+    assert norms == [torch.Size([tokens, 1024]) for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    assert timer == []
+    forget_stored_choices()
+    assert {p: choose(p, CPU) for p in choices} == choices
+
+
 def test_tuning_stores_a_choice_for_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     timer_that_prefers(monkeypatch, lambda tiles: 1.0 if tiles is None else 0.5)
     weight = torch.randn(32, 64, dtype=torch.bfloat16)
@@ -311,9 +438,9 @@ def test_kernels_of_every_bucket_are_compiled_before_they_are_needed(
     gemv, tile = RecordingKernel(), RecordingKernel()
     monkeypatch.setattr(linear, "_kernels", lambda: SimpleNamespace(gemv_kernel=gemv, tile_kernel=tile))
     built_in = {1: GEMV, **dict.fromkeys((2, 4, 8, 16, 32, 64), TILE)}
-    monkeypatch.setattr(linear, "choose", lambda p, device: built_in.get(p.num_tokens))
+    monkeypatch.setattr(matrices, "choose", lambda p, device: built_in.get(p.num_tokens))
     weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16() if has_bias else None
-    linear.compile_products([Matrices(weights=(weight,), bias=bias, is_gated=is_gated)])
+    compile_products([Matrices(weights=(weight,), bias=bias, is_gated=is_gated)])
     assert [constants["NUM_TOKENS"] for constants in gemv.compiled] == [1]
     assert [constants["TOKENS_PAD"] for constants in tile.compiled] == [8, 16, 32, 64]  # each once
     for constants in (*gemv.compiled, *tile.compiled):
@@ -321,25 +448,52 @@ def test_kernels_of_every_bucket_are_compiled_before_they_are_needed(
         assert constants["NUM_IN"] == 64
 
 
+def test_kernels_in_parts_and_their_norms_are_compiled_before_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tile, norms = RecordingKernel(), RecordingKernel()
+    monkeypatch.setattr(linear, "_kernels", lambda: SimpleNamespace(tile_kernel=tile))
+    monkeypatch.setattr(norm, "kernels", lambda: SimpleNamespace(rms_norm_kernel=norms))
+    stored = {16: PARTS, 128: replace(PARTS, parts=8), 256: replace(PARTS, parts=8)}
+    monkeypatch.setattr(matrices, "choose", lambda p, device: stored.get(p.num_tokens))
+    weights = (torch.randn(32, 256).bfloat16(),)
+    compile_products([Matrices(weights=weights, bias=None, is_gated=False, is_summed=True)])
+    assert [(c["TOKENS_PAD"], c["PARTS"]) for c in tile.compiled] == [(16, 4), (128, 8), (256, 8)]
+    assert [c["NUM_PARTS"] for c in norms.compiled] == [4, 8]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_loaded_model_times_its_products_only_when_asked(
     asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GAPLESS_TUNE_LINEAR", "1" if asked else "0")
-    calls: list[tuple[str, list[tuple[int, bool]]]] = []
+    calls: list[tuple[str, list[tuple[int, bool, bool]]]] = []
 
     def note(name: str) -> Callable[[list[Matrices]], None]:
-        return lambda groups: calls.append((name, [(len(group.weights), group.is_gated) for group in groups]))
+        return lambda groups: calls.append(
+            (name, [(len(g.weights), g.is_gated, g.is_summed) for g in groups])
+        )
 
     monkeypatch.setattr(linear_tuner, "tune_products", note("time"))
     monkeypatch.setattr(fused, "compile_products", note("compile"))
-    block = SimpleNamespace(
-        attention=SimpleNamespace(qkv=make_linear(), out=make_linear()),
-        mlp=SimpleNamespace(gate_up=make_linear(), down=make_linear()),
+    blocks = [
+        SimpleNamespace(
+            attention=SimpleNamespace(qkv=make_linear(), out=make_linear()),
+            mlp=SimpleNamespace(gate_up=make_linear(), down=make_linear()),
+        )
+        for _ in range(3)
+    ]
+    model = SimpleNamespace(
+        blocks=blocks,
+        lm_head=make_linear(),
+        expert_layers=dict,
+        shard=SimpleNamespace(is_whole=True),
+        info=SimpleNamespace(num_deepstack=2),
     )
-    model = SimpleNamespace(blocks=[block] * 3, lm_head=make_linear(), expert_layers=dict)
     fused.prepare_products(model)  # type: ignore[arg-type]
-    products = [(3, False), (3, False), (3, True), (3, False), (1, False)]
+    qkv, out, gate_up, down = (3, False, False), (3, False, True), (3, True, False), (3, False, True)
+    down_with_media, head = (2, False, False), (1, False, False)
+    products = [qkv, out, gate_up, down, down_with_media, head]
     assert calls == [("time", products), ("compile", products)][0 if asked else 1 :]
 
 
