@@ -162,7 +162,7 @@ def test_a_hopper_gpu_cuts_few_rows_into_parts() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the built-in rule is for Hopper GPUs")
     for num_in in (2048, 3072):
-        for num_tokens in (16, 32, 64, 128, 256):
+        for num_tokens in (8, 16, 32, 64, 128):
             product = make_product(num_tokens, num_in, 1024, torch.bfloat16)
             tiles = default_tiles(product)
             assert tiles is not None

@@ -102,8 +102,7 @@ def _tiles_in_parts(product: Product) -> Tiles | None:
     activations to read: parts make it up to 128 programs. None where that gains nothing or does not divide.
     """
     num_tokens, num_rows = product.num_tokens, product.num_rows
-    most_rows = 4096 if 8 < num_tokens <= 32 else 2048
-    if not 2 <= num_tokens <= 128 or num_rows > most_rows:
+    if not 2 <= num_tokens <= 128 or num_rows > 2048:
         return None
     block_o = 16 if num_tokens <= 8 else 64
     num_blocks, parts = -(-num_rows // block_o), MAX_PARTS
@@ -115,11 +114,11 @@ def _tiles_in_parts(product: Product) -> Tiles | None:
     if num_tokens <= 8:  # all in flight before the wait, if it fits
         block_i = min(max(next_power_of_2(-(-columns // 8)), 16), 256)
         tiles = _split_tiles(block_o=block_o, block_i=block_i, split=4, num_early=2)
-    elif num_tokens <= 32 and columns <= 512:
+    elif num_tokens <= 16 and columns <= 512:
         rest = columns - 2 * 128
         tiles = _streaming_tiles(num_early=2, prefetch=max(next_power_of_2(rest), 64) if rest > 0 else 0)
     else:
-        tiles = _streaming_tiles(block_i=64 if num_tokens == 64 else 128)
+        tiles = _streaming_tiles()
     return dataclasses.replace(tiles, parts=parts)
 
 
