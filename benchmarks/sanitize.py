@@ -41,7 +41,13 @@ from races import Race, is_ordered, read_races
 
 ROOT = Path(__file__).parents[1]
 GPU_TESTS = ROOT / "tests" / "gpu"
-TESTS = ("test_triton_paged.py", "test_kernels_cuda.py", "test_linear_cuda.py", "test_sampling_cuda.py")
+TESTS = (
+    "test_triton_paged.py",
+    "test_kernels_cuda.py",
+    "test_linear_cuda.py",
+    "test_summed_cuda.py",
+    "test_sampling_cuda.py",
+)
 CONTROL = GPU_TESTS / "test_racecheck_controls_cuda.py"
 LEFT_OUT = re.compile(
     r"captur|replay|graph|bucket|engine|noise|long|offset|31|large|big|llm|frequenc|compil|candidate"

@@ -4,8 +4,8 @@ with some more that a norm follows, and of a gated one with many.
 A choice depends on the shape alone and never changes once asked for: a graph captured at start-up and the
 eager run it must equal bit for bit have to agree. It comes from timings of this very GPU if
 ``linear_tuner.py`` has stored some, else from ``default_tiles``, a rule made from timings on an H200. The
-store is a file of JSON; its name holds the GPU, the versions of torch and Triton and the text of the kernels,
-so timings of anything else are never read. ``None`` in place of tiles means cuBLAS.
+store is a file of JSON; its name holds the GPU, the versions of torch and Triton and the text of the kernels
+that multiply, so timings of other ones are never read. ``None`` in place of tiles means cuBLAS.
 """
 
 from __future__ import annotations
@@ -128,8 +128,10 @@ def _tiles_of(entry: dict[str, Any], product: Product) -> Tiles:
     tiles = Tiles(**entry)
     fewest, most = (0, 2) if tiles.on_tensor_cores else (1, 4)
     sizes = (tiles.block_o, tiles.block_i, tiles.split, tiles.num_warps, tiles.parts)
-    if not fewest <= tiles.num_early <= most or tiles.num_stages < 1 or tiles.prefetch < 0:
+    if not fewest <= tiles.num_early <= most or tiles.num_stages < 1:
         raise ValueError(f"no kernel has such tiles: {tiles}")
+    if tiles.prefetch != 0 and (tiles.prefetch < 64 or tiles.prefetch & (tiles.prefetch - 1)):
+        raise ValueError(f"prefetch is neither 0 nor a power of two of at least 64 columns: {tiles}")
     if any(size < 1 or size & (size - 1) for size in sizes):
         raise ValueError(f"not all sizes are powers of two: {tiles}")
     if tiles.parts > MAX_PARTS or not tiles.fits(product):

@@ -16,8 +16,9 @@ from gapless.kernels.select import next_power_of_2
 
 @functools.cache
 def default_tiles(product: Product) -> Tiles | None:
-    """The rule, from ``benchmarks/results/h200_linear.json`` and, for summed products,
-    ``h200_summed_products.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B."""
+    """The rule, from ``benchmarks/results/h200_linear.json`` and, for products with a norm behind them,
+    ``h200_summed_products.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B. Of more than 16 tokens, and of
+    4,096 rows, steps of an engine decided between those parts (*lead*, ``docs/log.md``)."""
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
         return None  # rows that are not aligned would be read two bytes at a time
     if product.is_summed:

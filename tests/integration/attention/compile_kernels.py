@@ -130,15 +130,13 @@ def compile_paged(
         kernel = triton_kernels.prefill_attention_kernel
         print(compile_kernel(kernel, dtype, constants, options, capability=capability))
 
-    decode = decode_tile(**size, max_query_len=1, num_programs=8, max_keys=8192)
-    assert decode is not None
-    constants = {**both, **decode_constants(decode, group), "CALLED_AHEAD": decode.called_ahead}
-    options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
-    print(
-        compile_kernel(
-            triton_decode.decode_attention_kernel, dtype, constants, options, capability=capability
-        )
-    )
+    kernel = triton_decode.decode_attention_kernel
+    for num_programs in (8, 64):  # one request's small tile, and the largest there is
+        decode = decode_tile(**size, max_query_len=1, num_programs=num_programs, max_keys=8192)
+        assert decode is not None
+        constants = {**both, **decode_constants(decode, group), "CALLED_AHEAD": decode.called_ahead}
+        options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
+        print(compile_kernel(kernel, dtype, constants, options, capability=capability))
     return decode
 
 

@@ -1,4 +1,4 @@
-"""Operands and oracles of products with a norm behind them, for the interpreter and for a GPU."""
+"""Operands and oracles of products with a norm behind them, under the interpreter."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ def part_tile(block_o: int, block_i: int, split: int, num_early: int, parts: int
     return replace(tile(block_o, block_i, split, num_early), parts=parts)
 
 
-def make_operands(
-    num_tokens: int, num_in: int, size: int, *, dtype: torch.dtype, device: str = "cpu"
-) -> Operands:
+def make_operands(num_tokens: int, num_in: int, size: int, *, dtype: torch.dtype) -> Operands:
     """Activations and the residual stream are rows of wider tensors."""
-    x, weight, _ = make_product(num_tokens, num_in, size, dtype=dtype, has_bias=False, device=device)
-    residual = torch.randn(num_tokens, size + 8, device=device).to(dtype)[:, :size]
-    return x, weight, residual, torch.linspace(0.5, 1.5, size, device=device).to(dtype), 1e-6
+    x, weight, _ = make_product(num_tokens, num_in, size, dtype=dtype, has_bias=False)
+    residual = torch.randn(num_tokens, size + 8).to(dtype)[:, :size]
+    return x, weight, residual, torch.linspace(0.5, 1.5, size).to(dtype), 1e-6
 
 
 def parts_oracle(x_TI: Tensor, weight_EI: Tensor, parts: int) -> Tensor:

@@ -136,6 +136,16 @@ def test_traced_calls_do_not_see_the_choice() -> None:
     assert [(t.shape, t.dtype, t.is_contiguous()) for t in results] == [((3, 40), torch.float16, True)] * 2
 
 
+@interpreted
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_parts_keep_the_operators_contract(num_tokens: int) -> None:
+    operands = make_operands(num_tokens, 64, 40, dtype=torch.bfloat16)
+    choose_for(operands[1], {1: TILES[0], 4: TILES[0]}, is_summed=True)
+    utilities = ("test_schema", "test_faketensor")
+    with torch.no_grad():
+        torch.library.opcheck(linear_add_rms_norm, operands, test_utils=utilities)
+
+
 def test_no_rows_launch_nothing() -> None:
     x, weight, residual, *end = make_operands(0, 64, 40, dtype=torch.bfloat16)
     choose_for(weight, {1: part_tile(16, 16, 1, 0, 2)}, is_summed=True)
