@@ -65,6 +65,7 @@ def launch_summed_into(
     normed_TE: Tensor,
 ) -> None:
     """``launch_summed`` with its results in ``sum`` and ``normed``, which are contiguous."""
+    assert residual_TE.shape == (x_TI.shape[0], weight_EI.shape[0])
     if residual_TE.numel() == 0:
         return
     if tiles.parts == 1:
