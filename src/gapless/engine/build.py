@@ -19,6 +19,7 @@ import torch
 from gapless.attention.registry import create_backend, select_backend
 from gapless.cache.pool import MIN_BLOCKS, KVCachePool, bytes_per_block
 from gapless.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
+from gapless.engine.after_capture import check_lookup, measure_gaps, note_addresses
 from gapless.engine.compiled_forward import CompiledForwards, make_compiled_forwards
 from gapless.engine.experts import ExpertLoad, set_breaks
 from gapless.engine.graph_set import GraphSet, StepLimits
@@ -32,12 +33,12 @@ from gapless.engine.precompile import precompile
 from gapless.engine.row_graphs import RowGraphs
 from gapless.engine.rules import refuse_missing_encoder
 from gapless.engine.runner import ModelRunner
-from gapless.errors import ConfigError, GraphError
-from gapless.graphs.batch import BatchDescriptor, BatchShape
+from gapless.errors import ConfigError
+from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.capture import garbage_set_aside
 from gapless.graphs.device import get_device
 from gapless.graphs.device.base import GraphDevice
-from gapless.graphs.dispatcher import MAX_PADDING_RATIO, MAX_PADDING_TOKENS, Dispatcher
+from gapless.graphs.dispatcher import Dispatcher
 from gapless.graphs.ladder import decode_ladder
 from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.plan import GraphPlan
@@ -211,8 +212,9 @@ class _Build:
             _leave_out(estimate.failures, store, graphs, rows, dispatcher)
         with self._stage("capture"):
             self._capture(store, graphs, rows, dispatcher)
-            _check_lookup(store, dispatcher, plan)
-            _measure_gaps(graphs, dispatcher, self.group)
+            check_lookup(store, dispatcher, plan)
+            measure_gaps(graphs, dispatcher, self.group)
+            graphs.captured_model = note_addresses(self.model)
         if expert_load is not None:
             expert_load.reset()  # start-up ran dummy batches
         startup = {
@@ -460,40 +462,3 @@ def _row_sizes(plan: GraphPlan, limits: StepLimits) -> tuple[int, ...]:
     if not plan.decode.ladder.is_explicit:
         return decode_ladder(max_reqs=limits.max_num_reqs).sizes
     return tuple(sorted({*plan.decode.ladder.sizes, limits.max_num_reqs}))
-
-
-def _check_lookup(store: GraphStore, dispatcher: Dispatcher, plan: GraphPlan) -> None:
-    """Every captured key of the two phases must be what the dispatcher returns for a batch of exactly that
-    size."""
-    for row in store.ledger:
-        descriptor = row.key.descriptor
-        if row.key.phase not in (Phase.PREFILL, Phase.DECODE):
-            continue
-        if descriptor.uniform:
-            query_lens = (plan.uniform_query_len,) * descriptor.num_reqs
-        elif row.key.phase is Phase.PREFILL and descriptor.num_tokens != plan.uniform_query_len:
-            query_lens = (descriptor.num_tokens,)
-        else:
-            query_lens = (plan.uniform_query_len,) * (descriptor.num_tokens // plan.uniform_query_len)
-        found = dispatcher.dispatch(BatchShape(query_lens=query_lens))
-        if found.descriptor != descriptor and found.mode <= row.key.mode:
-            raise GraphError(f"captured {row.key}, but a batch of exactly that size is dispatched to {found}")
-
-
-def _measure_gaps(graphs: GraphSet, dispatcher: Dispatcher, group: RankGroup | None) -> None:
-    """Where a listed ladder leaves wide gaps, measure whether padding up to the next size beats an eager
-    step."""
-    if graphs.prefill.strategy is Strategy.DISABLED:
-        return
-    below = 0
-    for descriptor in reversed(dispatcher.capture_descriptors(Phase.PREFILL)):
-        fewest, below = below + 1, descriptor.num_tokens
-        padding = descriptor.num_tokens - fewest
-        if padding <= MAX_PADDING_TOKENS or descriptor.num_tokens <= MAX_PADDING_RATIO * fewest:
-            continue
-        plain = BatchDescriptor(num_tokens=fewest, num_reqs=1)
-        is_graph_faster = graphs.prefill.time_padding(descriptor, plain).is_graph_faster
-        if group is not None:
-            is_graph_faster = bool(group.from_first(is_graph_faster))
-        if is_graph_faster:
-            dispatcher.allow_padding(descriptor, up_to=padding)

@@ -23,6 +23,7 @@ from gapless.attention.base import AttentionMetadata
 from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trace_tokens
 from gapless.engine.inputs import NO_DRAWN_ROWS, PACKED_TABLES, hidden_field, select_inputs, token_fields
 from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media, media_to_tail
+from gapless.graphs.audit import Snapshot
 from gapless.graphs.batch import BatchDescriptor
 from gapless.graphs.buffers import InputViews, StaticInputs
 from gapless.graphs.input_field import InputField
@@ -84,6 +85,8 @@ class GraphSet:
         self.store, self.limits = store, limits
         self.compiled = compiled
         self._model = model
+        self.captured_model: Snapshot | None = None
+        """Where the model's tensors lay when the last graph had been captured."""
         self.media: MediaBuffers | None = None
         """Rows of an encoder that prefill steps read; None for a model that takes text only."""
         if model.info.is_multimodal:

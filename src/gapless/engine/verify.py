@@ -23,7 +23,7 @@ from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.runner import ModelRunner
 from gapless.engine.verify_media import check_encoder, check_stale_rows, fill_media, may_be_media
 from gapless.errors import ConfigError
-from gapless.graphs.audit import Snapshot
+from gapless.graphs.audit import Change, Snapshot
 from gapless.graphs.batch import BatchDescriptor, BatchShape
 from gapless.graphs.check import CheckTarget, check
 from gapless.graphs.check_report import CheckReport, merge
@@ -72,9 +72,7 @@ def verify_engine(
             run_plain=part.run_eager,
             find=batches.find,
             roots=roots,
-            audit=lambda: [
-                c for c in start.changes_to(Snapshot(roots)) if c.kind != "new" and c.name not in live
-            ],
+            audit=lambda: [c for c in _changes(graphs, start, Snapshot(roots)) if c.name not in live],
             live_names=live,
             choices=_choices(part, graphs),
         )
@@ -87,6 +85,16 @@ def verify_engine(
         cache.clear()
         graphs.tokens.zero_()
     return merge("engine", [report for report in reports if report.results])
+
+
+def _changes(graphs: GraphSet, start: Snapshot, now: Snapshot) -> list[Change]:
+    """Tensors that have moved since they were captured, and values that have changed since ``start``: before,
+    serving may have counted on."""
+    moved = (graphs.captured_model or start).changes_to(now)
+    return [
+        *(change for change in moved if change.kind in ("moved", "gone")),
+        *(change for change in start.changes_to(now) if change.kind == "value"),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

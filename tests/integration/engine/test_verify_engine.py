@@ -79,8 +79,22 @@ def test_weights_rebound_under_the_graphs_are_found(tmp_path: Path) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = torch.nn.Parameter(parameter * 1.5, requires_grad=False)
-    found = failed(verify_engine(opened))
-    assert {("prefill", "equals padded eager"), ("decode", "equals padded eager")} <= found
+    report = verify_engine(opened)
+    assert {("prefill", "equals padded eager"), ("decode", "equals padded eager")} <= failed(report)
+    assert "model.blocks.1.mlp_norm.weight: " in str(report), "what moved names itself"
+
+
+def test_a_weight_that_moved_with_equal_contents_is_named(tmp_path: Path) -> None:
+    """Every result is still right while the old one lives; what is loaded next would be read by no graph."""
+    opened = open_tiny(tmp_path)
+    norm = opened.loaded.model.blocks[1].mlp_norm
+    kept = norm.weight
+    norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
+    report = verify_engine(opened)
+    assert not report.is_ok
+    assert {name for _, name in failed(report)} == {"addresses", "addresses afterwards"}
+    assert kept.data_ptr() != norm.weight.data_ptr()
+    assert "model.blocks.1.mlp_norm.weight: " in str(report)
 
 
 def test_a_key_that_dispatch_no_longer_finds_is_an_error(tmp_path: Path) -> None:
