@@ -104,9 +104,10 @@ def test_tokens_logits_and_loads_are_those_of_one_rank(case: str, tmp_path: Path
     assert [sum(row["tokens"]) for row in load] == [num_tokens * TOP_K] * LAYERS, "padding is in no count"
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    source = write_model(tmp_path_factory.mktemp("model"), **FAMILIES["qwen3"])
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[LLM]:
+    """Not shared: tests may run in any order, and others here open engines of several ranks too."""
+    source = write_model(tmp_path, **FAMILIES["qwen3"])
     with open_llm(source, 4) as llm:
         yield llm
 
