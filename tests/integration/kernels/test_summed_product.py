@@ -71,8 +71,9 @@ def test_many_tokens(num_tokens: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-@pytest.mark.parametrize("size", [16, 100, 576])
-@pytest.mark.parametrize(("num_tokens", "parts"), [(1, 2), (7, 4), (33, 8), (65, 16)])
+@pytest.mark.parametrize(
+    ("num_tokens", "parts", "size"), [(1, 2, 576), (7, 4, 100), (7, 16, 576), (33, 8, 100), (65, 16, 16)]
+)
 def test_equals_parts_summed_in_order_rounded_added_and_normed(
     num_tokens: int, parts: int, size: int, dtype: torch.dtype
 ) -> None:
