@@ -213,9 +213,9 @@ _FEW_ENCODER_ROWS = 2 * 132 * 64
 _ENOUGH_PROGRAMS = 128
 """About one for each of 132 multiprocessors. More splits only add to the merge."""
 _VERY_FEW_PROGRAMS = 8
-"""One request of 8 heads for keys. Small programs leave room on their multiprocessors for those of the
-product behind, which begin early: a step of one request took 4.09 ms with tiles of 128 keys, 8 warps and 3
-stages and 3.87 with these (32 heads; of 16 heads 0.66 and 0.64; *lead*, ``docs/log.md``)."""
+"""One request of 8 heads for keys. Small programs are quicker there, perhaps because they leave room on their
+multiprocessors for those of the product behind, which begin early: a step took 4.09 ms with tiles of 128
+keys, 8 warps and 3 stages and 3.87 with these (32 heads; 16 heads 0.66 and 0.64; *lead*, ``docs/log.md``)."""
 _MAX_SPLITS = 16
 _MIN_KEYS = 64
 _MAX_DECODE_ROWS = 64

@@ -52,7 +52,8 @@ def verify_engine(
     roots: dict[str, object] = {"model": model}
     start = Snapshot(roots)
     # A backend plans its steps in Python: its op runs as one opaque node, so what it keeps there is live.
-    live = {name for name in (*start.tensors, *start.values) if ".backend." in name}
+    noted = (start, graphs.captured_model or start)
+    live = {name for known in noted for name in (*known.tensors, *known.values) if ".backend." in name}
     reports = []
     for part in (graphs.prefill, graphs.decode, graphs.head, graphs.sample, graphs.sample_filtered):
         captured = sorted((r.key.descriptor for r in store.ledger if r.key.phase is part.phase), reverse=True)

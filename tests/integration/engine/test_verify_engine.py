@@ -97,6 +97,19 @@ def test_a_weight_that_moved_with_equal_contents_is_named(tmp_path: Path) -> Non
     assert "model.blocks.1.mlp_norm.weight: " in str(report)
 
 
+def test_what_a_backend_let_go_of_since_the_capture_is_no_error(tmp_path: Path) -> None:
+    """It plans each step anew, and what it kept for the last one may be gone."""
+    opened = open_tiny(tmp_path)
+    noted = opened.runner.graphs.captured_model
+    assert noted is not None
+    record = next(iter(noted.tensors.values()))
+    noted.tensors["model.blocks.0.attention.core.backend.of_a_step"] = record
+    report = verify_engine(opened)
+    assert report.is_ok, str(report)
+    noted.tensors["model.blocks.0.of_the_model"] = record
+    assert "model.blocks.0.of_the_model: the tensor is no longer there" in str(verify_engine(opened))
+
+
 def test_a_key_that_dispatch_no_longer_finds_is_an_error(tmp_path: Path) -> None:
     opened = open_tiny(tmp_path)
     dispatcher = opened.runner.dispatcher

@@ -5,27 +5,21 @@ The emulated device records each fused operator as one node and replays it on fi
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_engines import CONFIG, generate, open_engine_of
 from torch import Tensor
 
 from gapless.attention.torch_reference import TorchReferenceBackend
-from gapless.config import EngineConfig
-from gapless.engine.build import OpenedEngine, open_engine
-from gapless.engine.core import EngineCore
-from gapless.engine.outputs import RequestOutput
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase
 from gapless.models import decoder
 from gapless.models.config import parse_config
 from gapless.models.decoder import Decoder
 from gapless.models.dummy import fill_dummy_weights
-from gapless.sampling.params import SamplingParams
 from kernel_oracles import assert_close_to
 from ragged_batches import make_batch
 
@@ -33,23 +27,6 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -131,37 +108,6 @@ def test_ids_drawn_on_the_device_stand_in_for_those_of_the_host(fused: bool) -> 
             drawn_R=drawn,
         )
     assert torch.equal(actual, expected)
-
-
-def open_engine_of(folder: Path, prefill: str, decode: str) -> OpenedEngine:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    options = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "device": "cpu",
-        "max_running_requests": 2,
-        "chunked_prefill_size": 8,
-        "kv_cache_tokens": 32 * 16,
-        "cuda_graph_backend_prefill": prefill,
-        "cuda_graph_backend_decode": decode,
-        "cuda_graph_bs_prefill": [8],
-        "cuda_graph_bs_decode": [1, 2],
-    }
-    return open_engine(EngineConfig.from_sources(python=options))
-
-
-def generate(opened: OpenedEngine) -> list[list[int]]:
-    rng = random.Random(0)
-    core = EngineCore(opened.runner)
-    for index, length in enumerate((3, 9)):
-        prompt = [rng.randrange(97) for _ in range(length)]
-        params = SamplingParams(temperature=0.0, max_tokens=2 + index, ignore_eos=True, detokenize=False)
-        core.add_request(str(index), prompt, params)
-    last: dict[str, RequestOutput] = {}
-    while core.has_unfinished():
-        last.update((output.request_id, output) for output in core.step())
-    return [list(last[str(index)].outputs[0].token_ids) for index in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fused_engine import CONFIG, open_engine_of
+from tiny_engines import CONFIG, open_engine_of
 
 from gapless.engine.build import OpenedEngine
 from gapless.engine.core import EngineCore

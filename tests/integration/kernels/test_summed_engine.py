@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from summed_cases import part_tile
+from tiny_engines import CONFIG, generate, open_engine_of
 from torch import Tensor
 
 from gapless.attention.torch_reference import TorchReferenceBackend
-from gapless.config import EngineConfig
-from gapless.engine.build import OpenedEngine, open_engine
-from gapless.engine.core import EngineCore
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase
 from gapless.kernels import summed_product
@@ -27,7 +23,6 @@ from gapless.models.config import parse_config
 from gapless.models.decoder import Decoder
 from gapless.models.dummy import fill_dummy_weights
 from gapless.models.fused import fused_tail, fused_to_tail
-from gapless.sampling.params import SamplingParams
 from kernel_oracles import assert_close_to
 from ragged_batches import make_batch
 
@@ -35,23 +30,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
 )
 CPU = torch.device("cpu")
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
+WIDE = {"intermediate_size": 96}
 TILES = {64: part_tile(16, 16, 1, 1, 4), 96: part_tile(32, 16, 1, 0, 2)}
 """By input features: attention's output, and the feed-forward's last product."""
 
@@ -87,7 +66,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
 
 def run(dtype: torch.dtype, changes: dict[str, Any], *, fused: bool, with_tail: bool = False) -> Tensor:
     """Hidden states of the real tokens of a padded batch."""
-    config = parse_config({**CONFIG, **changes}, source="test")
+    config = parse_config({**CONFIG, **WIDE, **changes}, source="test")
     model = Decoder(config, max_positions=64, dtype=dtype, device=CPU)
     fill_dummy_weights(model, seed=0)
     model.has_fused_kernels = fused
@@ -126,43 +105,14 @@ def test_products_with_a_bias_are_not_in_parts(launched: list[int]) -> None:
     assert launched == [64] * 2
 
 
-def open_engine_of(folder: Path, strategy: str) -> OpenedEngine:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    options = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "device": "cpu",
-        "max_running_requests": 2,
-        "chunked_prefill_size": 8,
-        "kv_cache_tokens": 32 * 16,
-        "cuda_graph_backend_prefill": strategy,
-        "cuda_graph_backend_decode": strategy,
-        "cuda_graph_bs_prefill": [8],
-        "cuda_graph_bs_decode": [1, 2],
-    }
-    return open_engine(EngineConfig.from_sources(python=options))
-
-
-def generate(opened: OpenedEngine) -> list[list[int]]:
-    rng, core = random.Random(0), EngineCore(opened.runner)
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
-    for index, length in enumerate((3, 9)):
-        core.add_request(str(index), [rng.randrange(97) for _ in range(length)], params)
-    last: dict[str, list[int]] = {}
-    while core.has_unfinished():
-        last.update((output.request_id, list(output.outputs[0].token_ids)) for output in core.step())
-    return [last[str(index)] for index in range(2)]
-
-
 @pytest.mark.parametrize("strategy", ["full", "breakable", "tc_piecewise"])
 def test_graphs_equal_padded_eager_and_draw_what_unfused_ones_draw(
     strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launched: list[int]
 ) -> None:
-    expected = generate(open_engine_of(tmp_path / "unfused", "full"))
+    expected = generate(open_engine_of(tmp_path / "unfused", "full", "full", **WIDE))
     assert launched == []
     monkeypatch.setattr(decoder, "has_fused_kernels", lambda device: True)
-    opened = open_engine_of(tmp_path / "fused", strategy)
+    opened = open_engine_of(tmp_path / "fused", strategy, strategy, **WIDE)
     assert generate(opened) == expected
     assert set(launched) == {64, 96}
     assert not opened.runner.report()["eager"], "every step ran as a graph"

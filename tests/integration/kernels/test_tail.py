@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fused_engine import CONFIG
+from tiny_engines import CONFIG
 
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.config import EngineConfig
