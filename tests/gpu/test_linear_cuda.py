@@ -17,7 +17,7 @@ from gapless.kernels.matrices import Matrices, compile_products
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.bfloat16, torch.float16)
-TOKENS = (1, 2, 3, 7, 8, 16, 17, 32, 64)
+TOKENS = (1, 2, 3, 7, 8, 16, 17, 32, 64, 100, 128)
 SHAPES = [
     (1024, 4096, False),
     (2048, 1024, False),
@@ -76,7 +76,7 @@ def test_every_candidate_of_the_tuner_equals_float64(
         assert_near(launch_product(x, weight, bias, tiles, is_gated=is_gated), expected, tiles)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 13, 32, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 13, 32, 64, 128])
 def test_a_captured_chain_equals_eager_with_fresh_data(num_tokens: int) -> None:
     """Each product starts before the one ahead has ended, and still reads its results."""
     layers = [

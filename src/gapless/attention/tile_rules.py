@@ -45,6 +45,7 @@ class DecodeTile:
     num_splits: int
     min_keys: int
     called_ahead: int
+    loads_early: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +161,7 @@ def decode_tile(
     if rows > max(_MAX_DECODE_ROWS, group_pad):
         return None
     is_few = num_programs <= _ENOUGH_PROGRAMS
+    loads_early = rows == MIN_TILE_ROWS and head_bytes <= 256 and num_programs < 16 * _ENOUGH_PROGRAMS
     if rows > MIN_TILE_ROWS or head_bytes > 256:
         block_n, num_warps, num_stages = _block_n(head_bytes), 4, 3 if head_bytes > 256 else 4
     elif num_programs <= _VERY_FEW_PROGRAMS:
@@ -167,9 +169,11 @@ def decode_tile(
     elif is_few:  # most requests end with the first tile or the second
         block_n, num_warps, num_stages = 128, 8, 3
     elif num_programs < 4 * _ENOUGH_PROGRAMS:
-        block_n, num_warps, num_stages = 64, 4, 4
-    else:  # small programs balance best when there are many of them
-        block_n, num_warps, num_stages = 32, *((2, 4) if num_programs < 8 * _ENOUGH_PROGRAMS else (1, 2))
+        block_n, num_warps, num_stages = 64, 4, 3
+    elif num_programs < 8 * _ENOUGH_PROGRAMS:  # small programs balance best when there are many of them
+        block_n, num_warps, num_stages = 32, 2, 3
+    else:
+        block_n, num_warps, num_stages = (16, 1, 3) if loads_early else (32, 1, 2)
     most = num_stages
     while (num_stages := _num_stages(most, rows, block_n, head_bytes, itemsize, shared_bytes)) < 2:
         if block_n <= _block_n(head_bytes):
@@ -191,6 +195,7 @@ def decode_tile(
         num_splits=num_splits,
         min_keys=min_keys,
         called_ahead=_CALLED_AHEAD if is_few else 0,
+        loads_early=loads_early,
     )
 
 

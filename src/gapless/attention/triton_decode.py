@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gapless.attention.triton_tiles import LOG2_E, attend_keys, clear_pad_rows
+from gapless.attention.triton_tiles import LOG2_E, attend_keys, attend_tile, clear_pad_rows, find_slots
 from gapless.kernels.jit import prefetch
 
 # mypy: allow-untyped-defs
@@ -58,6 +58,7 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     CALLED_AHEAD: tl.constexpr,
+    LOADS_EARLY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Programs (key/value head, request, split). ``CALLED_AHEAD`` keys of a program are called ahead."""
@@ -78,43 +79,87 @@ def decode_attention_kernel(
     end_key = tl.minimum(first_key + keys_per_split, num_keys)
     k_head, v_head = k_cache + kv_head * cache_stride_k, v_cache + kv_head * cache_stride_k
     table_row = block_table + request * table_stride_b
+    end_early = tl.minimum(end_key, num_keys - num_queries)
+    is_used = (num_queries > 0) & (split < num_used)
     if EARLY and CALLED_AHEAD > 0:
-        end_of_earlier = tl.minimum(end_key, num_keys - num_queries)
-        if (num_queries > 0) & (split < num_used):
+        if is_used:
             call_ahead(
-                k_head, v_head, table_row, first_key, end_of_earlier, cache_stride_s, table_stride_m,
+                k_head, v_head, table_row, first_key, end_early, cache_stride_s, table_stride_m,
                 HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, CALLED_AHEAD,
             )  # fmt: skip
-    if EARLY:
-        # What came before are the step's static inputs; queries and keys are the last kernel's.
-        tl.extra.cuda.gdc_wait()
-    if split == 0:
-        clear_pad_rows(
-            out_THD, request * BLOCK_Q, end_of_batch, num_tokens, kv_head * GROUP, out_stride_t, out_stride_h,
-            HEAD_SIZE, HEAD_PAD, GROUP, BLOCK_Q,
-        )  # fmt: skip
-    if (num_queries <= 0) | (split >= num_used):
+    if not is_used:
+        if split == 0:
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+            clear_pad_rows(
+                out_THD, request * BLOCK_Q, end_of_batch, num_tokens, kv_head * GROUP, out_stride_t, out_stride_h,
+                HEAD_SIZE, HEAD_PAD, GROUP, BLOCK_Q,
+            )  # fmt: skip
         return
 
     dim = tl.arange(0, HEAD_PAD)
+    is_dim = (dim < HEAD_SIZE)[None, :]
     row = tl.arange(0, BLOCK_Q * GROUP_PAD)
     query = row // GROUP_PAD
     token = (query_start + query).to(tl.int64)
     head = kv_head * GROUP + row % GROUP_PAD
     is_row = (query < num_queries) & (row % GROUP_PAD < GROUP)
-    is_element = is_row[:, None] & (dim < HEAD_SIZE)[None, :]
+    is_element = is_row[:, None] & is_dim
+    position_M = num_keys - num_queries + query
     query_pointer = (
         query_THD + token[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :]
     )
-    query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
     best_M = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), dtype=tl.float32)
     total_M = tl.zeros([BLOCK_Q * GROUP_PAD], dtype=tl.float32)
     sum_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
-    best_M, total_M, sum_MD = attend_keys(
-        query_MD, best_M, total_M, sum_MD, num_keys - num_queries + query, k_head, v_head, table_row,
-        first_key, end_key, num_keys, scale * LOG2_E, cache_stride_s, table_stride_m, HEAD_SIZE, BLOCK_SIZE,
-        BLOCK_N, WINDOW, True, DOT_PRECISION,
-    )  # fmt: skip
+    if LOADS_EARLY:
+        new_N = num_keys - num_queries + tl.arange(0, BLOCK_Q if BLOCK_Q > 16 else 16)
+        end_new = tl.where(end_key == num_keys, num_keys, 0)  # the last split has them
+        is_new = new_N < end_new
+        new_block_N = tl.load(table_row + new_N // BLOCK_SIZE * table_stride_m, mask=is_new, other=0)
+        query_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=query_THD.dtype.element_ty)
+        slot_N = find_slots(table_row, first_key, end_early, table_stride_m, BLOCK_SIZE, BLOCK_N, True)
+        # One round at least, for the wait that is in it.
+        for start in range(first_key, tl.maximum(end_early, first_key + 1), BLOCK_N):
+            key_N = start + tl.arange(0, BLOCK_N)
+            offset_ND = (slot_N.to(tl.int64) * cache_stride_s)[:, None] + dim[None, :]
+            slot_N = find_slots(
+                table_row, start + BLOCK_N, end_early, table_stride_m, BLOCK_SIZE, BLOCK_N, True
+            )
+            is_cached = (key_N < end_early)[:, None] & is_dim
+            keys_ND = tl.load(k_head + offset_ND, mask=is_cached, other=0.0)
+            values_ND = tl.load(v_head + offset_ND, mask=is_cached, other=0.0)
+            if start == first_key:
+                if EARLY:
+                    tl.extra.cuda.gdc_wait()
+                query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
+                new_slot_N = new_block_N * BLOCK_SIZE + new_N % BLOCK_SIZE
+                new_ND = (new_slot_N.to(tl.int64) * cache_stride_s)[:, None] + dim[None, :]
+                is_new_ND = is_new[:, None] & is_dim
+                best_M, total_M, sum_MD = attend_tile(
+                    query_MD, best_M, total_M, sum_MD, position_M,
+                    tl.load(k_head + new_ND, mask=is_new_ND, other=0.0),
+                    tl.load(v_head + new_ND, mask=is_new_ND, other=0.0),
+                    new_N, end_new, scale * LOG2_E, WINDOW, True, DOT_PRECISION,
+                )  # fmt: skip
+            best_M, total_M, sum_MD = attend_tile(
+                query_MD, best_M, total_M, sum_MD, position_M, keys_ND, values_ND, key_N, end_early,
+                scale * LOG2_E, WINDOW, True, DOT_PRECISION,
+            )  # fmt: skip
+    else:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
+        best_M, total_M, sum_MD = attend_keys(
+            query_MD, best_M, total_M, sum_MD, position_M, k_head, v_head, table_row, first_key, end_key,
+            num_keys, scale * LOG2_E, cache_stride_s, table_stride_m, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW,
+            True, DOT_PRECISION,
+        )  # fmt: skip
+    if split == 0:
+        clear_pad_rows(
+            out_THD, request * BLOCK_Q, end_of_batch, num_tokens, kv_head * GROUP, out_stride_t, out_stride_h,
+            HEAD_SIZE, HEAD_PAD, GROUP, BLOCK_Q,
+        )  # fmt: skip
 
     if num_used == 1:
         result_MD = sum_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]

@@ -267,6 +267,7 @@ def _decode_constants(tile: DecodeTile, fixed: _Fixed) -> tuple[Constants, Const
         **shared,
         **_lookups(fixed),
         CALLED_AHEAD=tile.called_ahead,
+        LOADS_EARLY=tile.loads_early,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -53,10 +53,10 @@ def attend_keys(
     # There may be no tile at all, and none past the last one: unmasked, that is looked up once more instead.
     first_bound = num_keys if MASKED else end_key
     last_key = num_keys if MASKED else end_key - BLOCK_N
-    slot_N = _find_tile(table_row, first_key, first_bound, table_stride_m, BLOCK_SIZE, BLOCK_N, True)
+    slot_N = find_slots(table_row, first_key, first_bound, table_stride_m, BLOCK_SIZE, BLOCK_N, True)
     for start in range(first_key, end_key, BLOCK_N):
         row_N1 = (slot_N.to(tl.int64) * cache_stride_s)[:, None]
-        slot_N = _find_tile(table_row, start + BLOCK_N, last_key, table_stride_m, BLOCK_SIZE, BLOCK_N, MASKED)
+        slot_N = find_slots(table_row, start + BLOCK_N, last_key, table_stride_m, BLOCK_SIZE, BLOCK_N, MASKED)
         key_N = start + tl.arange(0, BLOCK_N)
         if MASKED:
             is_cached = (key_N < num_keys)[:, None] & is_dim
@@ -68,24 +68,48 @@ def attend_keys(
         else:
             keys_ND = tl.load(k_dim + row_N1, mask=is_dim, other=0.0)
             values_ND = tl.load(v_dim + row_N1, mask=is_dim, other=0.0)
-        score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision=DOT_PRECISION)
-        if MASKED:
-            visible_MN = (key_N[None, :] <= position_M[:, None]) & (key_N < num_keys)[None, :]
-            if WINDOW > 0:
-                visible_MN = visible_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
-            score_MN = tl.where(visible_MN, score_MN, float("-inf"))
-        new_best_M = tl.maximum(best_M, tl.max(score_MN, 1) * scale_log2)
-        pivot_M = new_best_M
-        if MASKED:
-            # A row may have seen no key yet: -inf minus -inf would be NaN.
-            pivot_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
-        weight_MN = tl.exp2(score_MN * scale_log2 - pivot_M[:, None])
-        decay_M = tl.exp2(best_M - pivot_M)
-        total_M = total_M * decay_M + tl.sum(weight_MN, 1)
-        sum_MD = sum_MD * decay_M[:, None]
-        sum_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, sum_MD, input_precision=DOT_PRECISION)
-        best_M = new_best_M
+        best_M, total_M, sum_MD = attend_tile(
+            query_MD, best_M, total_M, sum_MD, position_M, keys_ND, values_ND, key_N, num_keys, scale_log2,
+            WINDOW, MASKED, DOT_PRECISION,
+        )  # fmt: skip
     return best_M, total_M, sum_MD
+
+
+@triton.jit
+def attend_tile(
+    query_MD,
+    best_M,
+    total_M,
+    sum_MD,
+    position_M,
+    keys_ND,
+    values_ND,
+    key_N,
+    num_keys,
+    scale_log2,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    """One step of the running softmax: a tile of keys and values that has been loaded. Masked: keys at and
+    past ``num_keys`` count for nothing."""
+    score_MN = tl.dot(query_MD, tl.trans(keys_ND), input_precision=DOT_PRECISION)
+    if MASKED:
+        visible_MN = (key_N[None, :] <= position_M[:, None]) & (key_N < num_keys)[None, :]
+        if WINDOW > 0:
+            visible_MN = visible_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
+        score_MN = tl.where(visible_MN, score_MN, float("-inf"))
+    new_best_M = tl.maximum(best_M, tl.max(score_MN, 1) * scale_log2)
+    pivot_M = new_best_M
+    if MASKED:
+        # A row may have seen no key yet: -inf minus -inf would be NaN.
+        pivot_M = tl.where(new_best_M == float("-inf"), 0.0, new_best_M)
+    weight_MN = tl.exp2(score_MN * scale_log2 - pivot_M[:, None])
+    decay_M = tl.exp2(best_M - pivot_M)
+    total_M = total_M * decay_M + tl.sum(weight_MN, 1)
+    sum_MD = sum_MD * decay_M[:, None]
+    sum_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, sum_MD, input_precision=DOT_PRECISION)
+    return new_best_M, total_M, sum_MD
 
 
 @triton.jit
@@ -115,7 +139,7 @@ def clear_pad_rows(
 
 
 @triton.jit
-def _find_tile(
+def find_slots(
     table_row,
     start,
     last_key,

@@ -10,7 +10,14 @@ import functools
 
 import torch
 
-from gapless.kernels.linear_tiles import MAX_PARTS, MAX_TOKENS, GatedTiles, Product, Tiles
+from gapless.kernels.linear_tiles import (
+    MAX_PARTS,
+    MAX_TOKENS,
+    GatedTiles,
+    Product,
+    Tiles,
+    takes_gated_tiles,
+)
 from gapless.kernels.select import next_power_of_2
 
 
@@ -18,14 +25,15 @@ from gapless.kernels.select import next_power_of_2
 def default_tiles(product: Product) -> Tiles | None:
     """The rule, from ``benchmarks/results/h200_linear.json`` and, for products with a norm behind them,
     ``h200_summed_products.json``: every matrix of Qwen3-0.6B and Llama-3.1-8B. Of more than 16 tokens, and of
-    4,096 rows, steps of an engine decided between those parts (*lead*, ``docs/log.md``)."""
+    4,096 rows, steps of an engine decided between those parts; they also decided gate and up of 8 tokens, and
+    rows of 1,024 columns with 64 and 128 (*lead*, ``docs/log.md``)."""
     if product.dtype not in (torch.bfloat16, torch.float16) or product.num_in % 16 != 0:
         return None  # rows that are not aligned would be read two bytes at a time
     if product.is_summed:
         tiles = _tiles_in_parts(product)
         if tiles is not None:
             return tiles
-    if product.num_tokens > MAX_TOKENS:
+    if product.num_tokens > MAX_TOKENS or takes_gated_tiles(product):
         return None
     if product.num_tokens == 1:
         return _gemv_tiles(product.num_in)
@@ -33,8 +41,12 @@ def default_tiles(product: Product) -> Tiles | None:
         return _tiles_for_a_few(product)
     if product.num_tokens <= 32:
         return _tiles_for_some(product)
-    if product.num_in <= 1024 and product.is_gated and product.num_rows <= 16384:
-        return _streaming_tiles()
+    if product.num_in > 1024:
+        return None
+    if product.is_gated:
+        return _streaming_tiles() if product.num_rows <= 16384 else None
+    if 2048 < product.num_rows <= 4096:  # cuBLAS is as quick, but no kernel starts early behind it
+        return _streaming_tiles(num_warps=4 if product.num_tokens <= 64 else 8)
     return None
 
 
@@ -42,8 +54,9 @@ _ENOUGH_PROGRAMS = 128
 """About one for each of an H200's 132 multiprocessors."""
 _WIDE = GatedTiles(block_t=128, block_o=128, block_i=64, num_stages=4, shared_by=16, skew=0)
 _NARROW = GatedTiles(block_t=128, block_o=64, block_i=64, num_stages=6, shared_by=16, skew=4)
+_NARROWEST = GatedTiles(block_t=128, block_o=32, block_i=64, num_stages=6, shared_by=16, skew=0)
 _GATED = {
-    (1024, 3072): {256: _NARROW, 512: _NARROW, 1024: _NARROW, 2048: _WIDE, 4096: _WIDE},
+    (1024, 3072): {128: _NARROWEST, 256: _NARROW, 512: _NARROW, 1024: _NARROW, 2048: _WIDE, 4096: _WIDE},
     (4096, 14336): {256: _WIDE, 1024: _WIDE, 2048: _WIDE, 4096: _WIDE},
 }
 """By input and output features, then by tokens."""
@@ -52,8 +65,9 @@ _GATED = {
 def default_gated_tiles(product: Product) -> GatedTiles | None:
     """Where our kernel took at most 0.98 of cuBLAS and the activation's kernel, in
     ``benchmarks/results/h200_gate_up_products.json``: gate and up of Qwen3-0.6B and Llama-3.1-8B in bfloat16.
-    A table and no rule: with 512 tokens of the latter cuBLAS wins, and of other shapes nothing is known, so
-    those take our kernel after timings of their own alone."""
+    With 128 tokens steps of an engine decided (*lead*, ``docs/log.md``). A table and no rule: with 512 tokens
+    of the latter cuBLAS wins, and of other shapes nothing is known, so those take our kernel after timings of
+    their own alone."""
     if product.dtype is not torch.bfloat16:
         return None
     return _GATED.get((product.num_in, product.num_out), {}).get(product.num_tokens)
@@ -70,6 +84,8 @@ def _tiles_for_a_few(product: Product) -> Tiles:
     """Little arithmetic: warps share the columns of a few rows, all in flight before the wait if they fit."""
     num_in, num_rows = product.num_in, product.num_rows
     if num_in <= 1024 and 6144 <= num_rows <= 16384:
+        if product.num_tokens > 4:
+            return _split_tiles(block_o=16, block_i=256, split=4, num_early=1)
         return _split_tiles(block_o=32, block_i=128, split=4, num_early=2)
     if num_in <= 2048 and num_rows <= 16384:
         return _split_tiles(block_o=16, block_i=256, split=4, num_early=-(-num_in // 1024))
@@ -139,7 +155,7 @@ def _split_tiles(
 
 
 def _streaming_tiles(
-    *, block_i: int = 128, num_early: int = 0, prefetch: int = 0, num_stages: int = 4
+    *, block_i: int = 128, num_early: int = 0, prefetch: int = 0, num_warps: int = 4, num_stages: int = 4
 ) -> Tiles:
     return Tiles(
         on_tensor_cores=True,
@@ -147,6 +163,6 @@ def _streaming_tiles(
         block_i=block_i,
         num_early=num_early,
         prefetch=prefetch,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -12,9 +12,12 @@ import torch
 
 from gapless.kernels.select import next_power_of_2
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 """With more tokens the tensor cores are busy enough for cuBLAS to be the better choice everywhere, but for
-what a gated product spares: the way of gate and up through memory (``gated_product_jit.py``)."""
+what a gated product spares."""
+MAX_GATED_IN_ROWS = 64
+"""Above, a gated product is cut up by ``GatedTiles``, and up to ``MAX_GATED_TOKENS`` it may be worth it: gate
+and up do not go through memory (``gated_product_jit.py``)."""
 MAX_GATED_TOKENS = 4096
 MAX_SUMMED_TOKENS = 256
 """Where an addition and a norm follow, they may add up what several programs have of a sum, which spares the
@@ -93,7 +96,7 @@ class GatedTiles:
 
 def takes_gated_tiles(product: Product) -> bool:
     """Whether a choice for ``product`` is one of ``GatedTiles``, not of ``Tiles``."""
-    return product.is_gated and MAX_TOKENS < product.num_tokens <= MAX_GATED_TOKENS
+    return product.is_gated and MAX_GATED_IN_ROWS < product.num_tokens <= MAX_GATED_TOKENS
 
 
 def token_bucket(num_tokens: int) -> int:

@@ -37,6 +37,7 @@ def use_splits(
         num_splits=num_splits,
         min_keys=block_n,
         called_ahead=16,
+        loads_early=False,
     )
     monkeypatch.setattr(triton_paged, "decode_tile", lambda **_: tile)
     monkeypatch.delattr(triton_paged, "_prefill")

@@ -19,6 +19,7 @@ CASES = (
     (torch.float16, 16, False, ((2048, 3072), (131072, 1024))),
     (torch.bfloat16, 32, False, ((2048, 2048), (2048, 3072), (4096, 14336), (8192, 1024))),
     (torch.bfloat16, 64, True, ((8192, 1024),)),
+    (torch.bfloat16, 128, False, ((4096, 1024),)),
 )
 """Tokens, whether gate and up (then with a bias), and rows and columns of the weights."""
 

@@ -21,7 +21,13 @@ from gapless.kernels import linear, linear_tuner, matrices
 from gapless.kernels.linear import gate_up_silu, small_linear
 from gapless.kernels.linear_choice import choose, forget_stored_choices, store_choices
 from gapless.kernels.linear_rules import default_gated_tiles, default_tiles
-from gapless.kernels.linear_tiles import MAX_GATED_TOKENS, GatedTiles, Product
+from gapless.kernels.linear_tiles import (
+    MAX_GATED_IN_ROWS,
+    MAX_GATED_TOKENS,
+    MAX_TOKENS,
+    GatedTiles,
+    Product,
+)
 from gapless.kernels.linear_tuner import best_tiles, gated_candidates, tune_products
 from gapless.kernels.matrices import Matrices, compile_products
 
@@ -130,7 +136,7 @@ def test_stored_tiles_with_which_the_kernel_would_wait_for_ever_are_not_used(
 
 
 def test_candidates_fill_their_ring() -> None:
-    assert len(set(gated_candidates(make_product(num_in=1024)))) == 4
+    assert len(set(gated_candidates(make_product(num_in=1024)))) == 5
     assert list(gated_candidates(make_product(num_in=192))) == []
     assert list(gated_candidates(make_product(num_in=1001))) == []
 
@@ -166,4 +172,5 @@ def test_with_a_bias_many_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
     biased = tune_products([Matrices(weights=weights, bias=torch.zeros(192), is_gated=True)])
     single = tune_products([Matrices(weights=weights, bias=None, is_gated=False)])
     assert max(p.num_tokens for p in plain) == MAX_GATED_TOKENS
-    assert max(p.num_tokens for p in biased) == max(p.num_tokens for p in single) == 64
+    assert max(p.num_tokens for p in biased) == MAX_GATED_IN_ROWS
+    assert max(p.num_tokens for p in single) == MAX_TOKENS

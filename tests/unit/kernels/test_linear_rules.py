@@ -69,6 +69,16 @@ def test_elsewhere_a_norm_behind_a_product_changes_no_choice(
     assert summed is None or summed.parts == 1
 
 
+@pytest.mark.parametrize("num_tokens", [64, 128, 256])
+@pytest.mark.parametrize("changes", [{}, {"num_in": 4096}, {"num_out": 6144}, {"num_out": 2048}], ids=str)
+def test_rows_of_the_shape_that_was_timed_have_a_kernel_that_starts_early(
+    num_tokens: int, changes: dict[str, int]
+) -> None:
+    """cuBLAS is as quick there, but attention can begin early only behind a product that lets it."""
+    tiles = default_tiles(make_product(num_tokens, **changes))
+    assert (tiles is not None) == (num_tokens <= 128 and not changes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_only_half_precision_has_tiles(dtype: torch.dtype) -> None:
     assert default_tiles(make_product(dtype=dtype)) is None

@@ -11,7 +11,7 @@ from product_shapes import CPU, make_product, make_summed
 from gapless.kernels import linear_tuner
 from gapless.kernels.linear_choice import choose, forget_stored_choices
 from gapless.kernels.linear_rules import default_tiles
-from gapless.kernels.linear_tiles import MAX_TOKENS, Tiles
+from gapless.kernels.linear_tiles import MAX_GATED_IN_ROWS, MAX_TOKENS, Tiles
 from gapless.kernels.linear_tuner import best_tiles, candidates, tune_products
 from gapless.kernels.matrices import Matrices
 
@@ -148,8 +148,9 @@ def test_tuning_stores_a_choice_for_every_bucket(monkeypatch: pytest.MonkeyPatch
     choices = tune_products(groups)
     assert {(p.num_tokens, p.num_out, p.is_gated) for p in choices} == {
         (tokens, out, gated)
-        for tokens in (1, 2, 4, 8, 16, 32, MAX_TOKENS)
-        for out, gated in ((32, False), (16, True))
+        for out, gated, most in ((32, False, MAX_TOKENS), (16, True, MAX_GATED_IN_ROWS))
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128)
+        if tokens <= most
     }
     forget_stored_choices()
     assert {p: choose(p, CPU) for p in choices} == choices
