@@ -252,6 +252,7 @@ def logits_of(folder: str, device: str, options: dict[str, Any]) -> dict[str, An
         **options,
     ) as llm:
         llm.runner.max_steps_ahead = 0  # the buffer then holds the last step of the call
+        llm.runner.graphs.keeps_logits = True
         for step, num_tokens in (("prefill", 1), ("decode", 2)):
             params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             outputs = llm.generate(prompts, params)

@@ -92,7 +92,9 @@ def measure(name: str, arguments: Namespace, expected: dict[int, torch.Tensor]) 
         opened = open_model(options)
         llm = LLM._from_parts(opened.runner, None)
         for tokens in arguments.tokens:
+            opened.runner.graphs.keeps_logits = True
             llm.generate([random_prompt(opened, tokens)], greedy(1))
+            opened.runner.graphs.keeps_logits = False
             check(name, tokens, opened.runner.graphs.logits[0].float().cpu(), expected)
             us = [gpu_us(opened, tokens) for _ in range(arguments.repeats)]
             times[tokens] = round(statistics.median(us), 1)

@@ -68,7 +68,7 @@ class ReplayPath:
         self._runner, self._descriptor, self._walked = runner, descriptor, walked
         self._dispatcher, self._device = opened.runner.dispatcher, runner.store.device
         arrays = engine_arrays(opened.runner, descriptor)
-        own = opened.runner.graphs.inputs_of(runner, arrays.values)
+        own = opened.runner.graphs.inputs_of(runner, arrays.values, needs_logits=False)
         # The dummy has what the builder does not make: which tokens are an image's (none).
         self._values = {**runner.dummy(descriptor), **own}
         self._query_lens, num_reqs = arrays.query_lens, len(arrays.query_lens)

@@ -71,6 +71,7 @@ def logits_of(source: str, *, device: str, dtype: str, **options: Any) -> tuple[
         )
     )
     runner = opened.runner
+    runner.graphs.keeps_logits = True
     rng = random.Random(0)
     vocab_size = opened.loaded.info.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]

@@ -169,9 +169,13 @@ def test_greedy_head_equals_float_and_max(num_rows: int, vocab_size: int, dtype:
         raw[2] = -math.inf
     logits = torch.full((num_rows + 1, vocab_size), 7.0, device="cuda")
     tokens = torch.full((num_rows + 1,), 99, device="cuda")
-    finish_greedy(raw, logits[:-1], tokens[:-1], INVALID_TOKEN)
-    torch.testing.assert_close(logits[:-1], raw.float(), atol=0, rtol=0, equal_nan=True)
     expected = greedy_or_invalid(raw.float().cpu())  # the CPU takes the lowest index of equal logits
+    needs_logits = torch.zeros(1, dtype=torch.int32, device="cuda")
+    finish_greedy(raw, logits[:-1], tokens[:-1], needs_logits, INVALID_TOKEN)
+    assert (logits == 7.0).all()
+    assert torch.equal(tokens[:-1].cpu(), expected)
+    finish_greedy(raw, logits[:-1], tokens[:-1].fill_(99), needs_logits.fill_(1), INVALID_TOKEN)
+    torch.testing.assert_close(logits[:-1], raw.float(), atol=0, rtol=0, equal_nan=True)
     assert torch.equal(tokens[:-1].cpu(), expected)
     assert tokens[-1] == 99
     assert (logits[-1] == 7.0).all()
@@ -245,16 +249,38 @@ def open_model(folder: Path, changes: dict[str, Any], prefill: str, decode: str)
     return open_engine(EngineConfig.from_sources(python=options))
 
 
-def generate(opened: Any) -> list[list[int]]:
+def generate(opened: Any, **changes: Any) -> list[list[int]]:
+    """Greedy tokens of prompts of many lengths; ``changes``: of their parameters."""
     core = EngineCore(opened.runner)
     for index, length in enumerate((1, 2, 17, 100, 255, 300)):
         prompt = [(index * 977 + i * 31) % 8000 for i in range(length)]
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
+        values = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, "detokenize": False, **changes}
+        params = SamplingParams(**values)
         core.add_request(str(index), prompt, params)
     last = {}
     while core.has_unfinished():
         last.update((output.request_id, output) for output in core.step())
     return [list(last[str(index)].outputs[0].token_ids) for index in range(len(last))]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), STRATEGIES)
+def test_logits_are_written_only_for_steps_that_read_them(tmp_path: Path, prefill: str, decode: str) -> None:
+    opened = open_model(tmp_path / "model", {}, prefill, decode)
+    opened.runner.max_steps_ahead = 0
+    logits = opened.runner.graphs.logits.fill_(math.nan)
+    torch.cuda.synchronize()
+    tokens = generate(opened)
+    assert logits.isnan().all()
+    assert generate(opened, logprobs=0) == tokens
+    torch.cuda.synchronize()
+    assert logits[:1].isfinite().all()
+    logits.fill_(math.nan)
+    torch.cuda.synchronize()
+    sampled = generate(opened, temperature=0.8, seed=1)
+    opened.runner.graphs.keeps_logits = True
+    assert generate(opened) == tokens
+    assert generate(opened, temperature=0.8, seed=1) == sampled
+    opened.runner.shutdown()
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA], ids=["qwen3", "llama"])

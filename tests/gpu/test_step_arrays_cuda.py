@@ -165,6 +165,7 @@ def test_an_engine_draws_what_it_draws_with_all_made_on_the_host(
     """Prompts of one token to two chunks, mixed steps among them; the last step's logits to the bit."""
     opened = open_model(tmp_path / "model", changes, "full", "full")
     assert opened.runner.graphs.makes_slots
+    opened.runner.graphs.keeps_logits = True
     tokens, logits = generate(opened), opened.runner.graphs.logits.clone()
     assert not opened.runner.report()["eager"]
     assert verify_engine(opened, only_few_sizes=True).is_ok
@@ -172,6 +173,7 @@ def test_an_engine_draws_what_it_draws_with_all_made_on_the_host(
     monkeypatch.setattr(GraphSet, "_makes_slots", lambda self, prefill: False)
     host = open_model(tmp_path / "model", changes, "full", "full")
     assert not host.runner.graphs.makes_slots
+    host.runner.graphs.keeps_logits = True
     assert generate(host) == tokens
     assert torch.equal(host.runner.graphs.logits, logits)
     host.runner.shutdown()

@@ -22,6 +22,7 @@ LENGTHS = (1, 17, 100, 255, 300)
 def first_logits(opened: Any) -> list[Tensor]:
     """Of the first token behind each prompt alone; the longest one comes in two chunks."""
     core, found = EngineCore(opened.runner), []
+    opened.runner.graphs.keeps_logits = True
     for length in LENGTHS:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         core.add_request(str(length), [(length + 31 * i) % 8000 for i in range(length)], params)

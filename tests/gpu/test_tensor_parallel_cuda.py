@@ -59,6 +59,7 @@ def test_logits_are_those_of_one_gpu_up_to_the_noise_of_the_dtype(source: str):
     found = []
     for ranks in (1, 2):
         with LLM(source, tensor_parallel_size=ranks, dtype="bfloat16", **OPTIONS) as llm:
+            llm.runner.graphs.keeps_logits = True
             tokens_of(llm, PROMPTS, greedy(1))
             found.append(llm.runner.graphs.logits[: len(PROMPTS)].float().cpu().clone())
     difference = (found[1] - found[0]) / found[0].std()
@@ -88,6 +89,7 @@ def test_experts_that_two_gpus_share_are_those_of_one(strategy: str, tmp_path: P
             options.pop("break_at_all_reduce", None)
         with LLM(source, tensor_parallel_size=ranks, **options) as llm:
             llm.runner.max_steps_ahead = 0  # a step ahead would count tokens that are dropped
+            llm.runner.graphs.keeps_logits = True
             tokens_of(llm, PROMPTS, greedy(1))
             found.append(llm.runner.graphs.logits[: len(PROMPTS)].float().cpu().clone())
             if ranks == 1:

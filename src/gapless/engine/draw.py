@@ -6,12 +6,15 @@ concerned; each such step is counted with its reason. None of them needs a token
 penalties read counts that the device keeps (``penalties.py``). A draw depends on the seed and the token's
 index only, never on the row or the size of the batch. Masks of grammars do need the last token: a step with
 one is launched when the host knows it, and is counted as ``host_dependent_sampling``.
+Invariant: whoever reads logits is among the ``LogitReaders`` that were found before the step was launched,
+because graphs write logits only where there are some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +33,44 @@ from gapless.sampling.sampler import mask_tokens, to_device, token_logprobs
 HOST_DEPENDENT_SAMPLING = "host_dependent_sampling"
 """A grammar's mask needs the last token on the host, so the step could not be launched ahead."""
 _NAN_LOGITS = "the model produced NaN logits for this request"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitReaders:
+    """Who reads the logits of a step: rows by what is done with them, in the order of the sampled entries."""
+
+    is_sampled: bool
+    """Some row is not greedy; the draw then reads all rows, also those of greedy requests."""
+    penalised: list[int]
+    banned: list[int]
+    """Rows some of whose tokens would end the choice before ``min_tokens``."""
+    constrained: list[int]
+    """By a grammar."""
+    asking: list[int]
+    """For log-probabilities."""
+
+
+def find_logit_readers(entries: Seq[ScheduledSequence], params: list[SamplingParams]) -> LogitReaders | None:
+    """None if the best token of each row is all that is drawn of ``entries``, those of a step that sample.
+    ``params`` are theirs, each object once."""
+    is_sampled = not all(p.is_greedy for p in params)
+    penalised: list[int] = []
+    if any(p.has_penalties for p in params):
+        penalised = [r for r, e in enumerate(entries) if e.sequence.params.has_penalties]
+    banned: list[int] = []
+    if any(p.min_tokens for p in params):
+        banned = [r for r, e in enumerate(entries) if _banned_ids(e)]
+    constrained: list[int] = []
+    if any(p.structured_outputs is not None for p in params):
+        constrained = [r for r, e in enumerate(entries) if e.sequence.matcher is not None]
+    asking: list[int] = []
+    if any(p.logprobs is not None for p in params):
+        asking = [r for r, e in enumerate(entries) if e.sequence.params.logprobs is not None]
+    if not (is_sampled or penalised or banned or constrained or asking):
+        return None
+    return LogitReaders(
+        is_sampled=is_sampled, penalised=penalised, banned=banned, constrained=constrained, asking=asking
+    )
 
 
 class TokenDrawer:
@@ -57,39 +98,31 @@ class TokenDrawer:
         positions: Seq[int],
         greedy_R: Tensor,
         *,
-        params: list[SamplingParams],
+        readers: LogitReaders | None,
     ) -> PendingStep:
         """``entries[r]`` samples from logits row ``r`` and is number ``positions[r]`` of its batch.
-        ``params`` are theirs, each object once.
+        ``readers`` are what ``find_logit_readers`` has found: without any the logits may be of another step.
 
         ``greedy_R`` holds the best tokens. The tokens also stay on the device, in the first rows of the
         shared buffer, for a next step that is launched before the host has seen them.
         """
+        if readers is None:
+            return DrawnTokens(self._readback.start(greedy_R), positions, None, {})
         logits_RV = self._graphs.logits[: len(entries)]
-        adjusted: list[int] = []
-        if any(p.has_penalties or p.min_tokens for p in params):
-            adjusted = [r for r, e in enumerate(entries) if _needs_adjusting(e)]
-        constrained: list[int] = []
-        if any(p.structured_outputs is not None for p in params):
-            constrained = [r for r, e in enumerate(entries) if e.sequence.matcher is not None]
-        asking: list[int] = []
-        if any(p.logprobs is not None for p in params):
-            asking = [r for r, e in enumerate(entries) if e.sequence.params.logprobs is not None]
+        asking, constrained = readers.asking, readers.constrained
         index_K = to_device(np.asarray(asking), logits_RV.device) if asking else None
         raw_KV = None if index_K is None else logits_RV[index_K]  # before it is adjusted: the model's own
-        penalised = [r for r in adjusted if entries[r].sequence.params.has_penalties]
-        if adjusted:
-            self._adjust(entries, adjusted, penalised, logits_RV)
+        self._adjust(entries, readers, logits_RV)
         errors: dict[int, str] = {}
         if constrained:
             errors = self._constrain(entries, constrained, logits_RV)
-            adjusted = [*adjusted, *constrained]
         tokens_R = greedy_R
-        if not all(p.is_greedy for p in params) or (adjusted and self._graphs.has_fused_sampling):
+        is_adjusted = bool(readers.penalised or readers.banned or constrained)
+        if readers.is_sampled or (is_adjusted and self._graphs.has_fused_sampling):
             tokens_R = self._sample(entries)
-        elif adjusted:
+        elif is_adjusted:
             tokens_R = self._graphs.tokens[: len(entries)].copy_(greedy_or_invalid(logits_RV))
-        if penalised:
+        if readers.penalised:
             self._penalties.count(tokens_R)
         logprobs = None
         if index_K is not None and raw_KV is not None:
@@ -114,19 +147,15 @@ class TokenDrawer:
         values["min_p"] = np.asarray([p.min_p for p in params], np.float32)
         return self._rows.run(self._graphs.sample_filtered, values, len(entries))[0]
 
-    def _adjust(
-        self, entries: Seq[ScheduledSequence], rows: list[int], penalised: list[int], logits_RV: Tensor
-    ) -> None:
-        """Penalise and mask the logits of the rows concerned, in place."""
-        if penalised:
+    def _adjust(self, entries: Seq[ScheduledSequence], readers: LogitReaders, logits_RV: Tensor) -> None:
+        """Penalise and mask the logits of the rows concerned, in place; a grammar masks its own."""
+        if readers.penalised:
             self._log.count_eager(Phase.SAMPLE, "penalties")
-            self._penalties.apply(entries, penalised, logits_RV)
-        banned = [
-            (r, ids) for r in rows if entries[r].sequence.matcher is None and (ids := _banned_ids(entries[r]))
-        ]
+            self._penalties.apply(entries, readers.penalised, logits_RV)
+        banned = [r for r in readers.banned if entries[r].sequence.matcher is None]
         if banned:
             self._log.count_eager(Phase.SAMPLE, "min_tokens")
-            mask_tokens(logits_RV, [(r, sorted(ids)) for r, ids in banned])
+            mask_tokens(logits_RV, [(r, sorted(_banned_ids(entries[r]))) for r in banned])
 
     def _constrain(
         self, entries: Seq[ScheduledSequence], rows: list[int], logits_RV: Tensor
@@ -192,7 +221,3 @@ def _banned_ids(entry: ScheduledSequence) -> frozenset[int]:
     if _output_index(entry) < entry.sequence.params.min_tokens:
         return entry.sequence.request.stop_token_ids
     return frozenset()
-
-
-def _needs_adjusting(entry: ScheduledSequence) -> bool:
-    return entry.sequence.params.has_penalties or bool(_banned_ids(entry))

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from gapless.attention.base import AttentionMetadata
 from gapless.engine.compiled_forward import NOT_COMPILED, CompiledForwards, trace_tokens
-from gapless.engine.inputs import NO_DRAWN_ROWS, PACKED_TABLES, hidden_field, select_inputs, token_fields
+from gapless.engine.inputs import (
+    NEEDS_LOGITS,
+    NO_DRAWN_ROWS,
+    PACKED_TABLES,
+    hidden_field,
+    logits_flag,
+    select_inputs,
+    token_fields,
+)
 from gapless.engine.media_buffers import MediaBuffers, embeds_with_media, layers_with_media, media_to_tail
 from gapless.graphs.audit import Snapshot
 from gapless.graphs.batch import BatchDescriptor
@@ -113,14 +121,18 @@ class GraphSet:
         """``[T, ...]`` each: what a prefill step leaves of its tokens."""
         self.head = self._row_runner(
             lambda views: self._head(
-                self._hidden(*(b.index_select(0, views["hidden_rows"]) for b in self.state_buffers))
+                self._hidden(*(b.index_select(0, views["hidden_rows"]) for b in self.state_buffers)), views
             ),
             phase=Phase.HEAD,
             strategy=row_strategy,
-            fields=(InputField(name="hidden_rows", dims=("rows",), pad=0),),
+            fields=(InputField(name="hidden_rows", dims=("rows",), pad=0), NEEDS_LOGITS),
             outputs=(self._logits, self._tokens),
         )
         self.logits = self.head.output_buffer("logits")
+        """``[R, V]`` float32 (static). The first rows are those of the last step if it was told that they are
+        needed (``NEEDS_LOGITS``). If it was not, fused kernels have left what was there: do not read them."""
+        self.keeps_logits = False
+        """Whether every step is told so, for whoever reads ``logits`` beside the engine."""
         self.sample = self._row_runner(
             lambda views: (self._sample(views, sample_unfiltered, SAMPLING_FIELDS),),
             phase=Phase.SAMPLE,
@@ -211,9 +223,9 @@ class GraphSet:
         """Everything in one graph: one token per request in, logits and the greedy token out."""
 
         def fn(views: InputViews) -> tuple[Tensor, ...]:
-            return self._head(self._hidden_states(views, Phase.DECODE))
+            return self._head(self._hidden_states(views, Phase.DECODE), views)
 
-        fields = self._token_fields()
+        fields = (NEEDS_LOGITS, *self._token_fields())  # the block table, which is by column, must be last
         return self._token_runner(
             fn, phase=Phase.DECODE, strategy=strategy, fields=fields, outputs=(self._logits, self._tokens),
             max_num_tokens=self.limits.max_num_reqs, prologue=None,
@@ -272,7 +284,9 @@ class GraphSet:
             outputs=outputs,
             store=self.store,
             sizes_of=lambda d: {"rows": d.num_reqs},
-            make_dummy=lambda d: {f.name: np.zeros(d.num_reqs, dtype=np.int32) for f in fields},
+            make_dummy=lambda d: {
+                f.name: np.zeros(f.shape({"rows": d.num_reqs}), dtype=np.int32) for f in fields
+            },
         )
 
     def embeds_drawn_tokens(self, runner: GraphRunner) -> bool:
@@ -299,9 +313,14 @@ class GraphSet:
         """``[R, E] -> [R, V]`` float32 logits outside every graph, in memory of their own."""
         return self._model.head(hidden_RE)
 
-    def inputs_of(self, runner: GraphRunner, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    def inputs_of(
+        self, runner: GraphRunner, values: Mapping[str, np.ndarray], *, needs_logits: bool
+    ) -> Mapping[str, np.ndarray]:
         """What ``runner`` is loaded with: a step's arrays as they were built; those of single tokens, which
-        are built for decode, as the inputs of a prefill graph where one serves them."""
+        are built for decode, as the inputs of a prefill graph where one serves them. ``needs_logits``:
+        whether somebody reads the logits, which graphs that make them are told."""
+        if runner is self.head or (runner is self.decode and self.decode_makes_logits):
+            return {**values, NEEDS_LOGITS.name: logits_flag(is_needed=needs_logits)}
         if self.makes_slots and runner is self.prefill and PACKED_TABLES not in values:
             return select_inputs(values, runner.inputs)
         return values
@@ -369,11 +388,13 @@ class GraphSet:
         """``[R, E]`` of the same rows of all ``state_buffers``."""
         return self._model.tail(*states) if self.has_tail else states[0]
 
-    def _head(self, hidden_RE: Tensor) -> tuple[Tensor, Tensor]:
+    def _head(self, hidden_RE: Tensor, views: InputViews) -> tuple[Tensor, Tensor]:
         if self._model.has_fused_kernels:
             num_rows = hidden_RE.shape[0]
             logits_RV, tokens_R = self.logits[:num_rows], self.tokens[:num_rows]
-            finish_greedy(self._model.raw_logits(hidden_RE), logits_RV, tokens_R, INVALID_TOKEN)
+            needs_logits_1 = views[NEEDS_LOGITS.name]
+            raw_RV = self._model.raw_logits(hidden_RE)
+            finish_greedy(raw_RV, logits_RV, tokens_R, needs_logits_1, INVALID_TOKEN)
             return logits_RV, tokens_R
         logits_RV = self._model.head(hidden_RE)
         return logits_RV, greedy_or_invalid(logits_RV)
@@ -426,6 +447,7 @@ class GraphSet:
         np.cumsum(lens, out=query_start_loc[1:])
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], lens)
         return {
+            NEEDS_LOGITS.name: logits_flag(is_needed=False),
             "input_ids": np.arange(num_tokens, dtype=np.int32) % self._model.info.vocab_size,
             "drawn_rows": NO_DRAWN_ROWS,
             "positions": positions,

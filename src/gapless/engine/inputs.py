@@ -30,6 +30,18 @@ NO_DRAWN_ROWS = frozen(np.zeros(0, dtype=np.int32))
 
 PACKED_TABLES = "packed_tables"
 
+NEEDS_LOGITS = InputField(name="needs_logits", dims=(1,), pad=0)
+"""Of graphs that end in tokens: whether somebody reads the step's float32 logits. One number for all rows,
+since a draw reads every row of its batch. Where it is 0, fused kernels leave the buffer as it was; a forward
+without them finds the best token among float32 logits, which it writes whatever this says."""
+
+_LOGITS_FLAGS = tuple(frozen(np.full(1, value, dtype=np.int32)) for value in (0, 1))
+
+
+def logits_flag(*, is_needed: bool) -> np.ndarray:
+    """The value of ``NEEDS_LOGITS``; one object for each, so that steps alike do not stage it again."""
+    return _LOGITS_FLAGS[is_needed]
+
 
 def token_fields(
     *,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gapless.attention.base import Attention
-from gapless.engine.draw import TokenDrawer
+from gapless.engine.draw import TokenDrawer, find_logit_readers
 from gapless.engine.experts import ExpertLoad
 from gapless.engine.graph_set import GraphSet, StepLimits
 from gapless.engine.hidden_taps import HiddenTaps, find_taps
@@ -105,17 +105,18 @@ class ModelRunner:
             raise GaplessError("the runner has been shut down: its graphs and cache are gone")
         arrays = self._builder.build(batch)
         decision = self.dispatcher.dispatch(BatchShape(query_lens=arrays.query_lens))
+        entries = batch.sampled_entries
+        readers = find_logit_readers(entries, batch.sampling_params)
         taps = find_taps(batch)
         if taps and decision.phase is Phase.DECODE:
             decision = Dispatch(mode=RuntimeMode.NONE, phase=Phase.PREFILL, reason=EagerReason.HIDDEN_STATES)
         with torch.no_grad(), self._device.step_scope():
             if self.media is not None:
                 decision, arrays = self._stage_media(self.media, batch, arrays, decision)
-            greedy_R = self._forward(decision, arrays)
+            needs_logits = readers is not None or self._graphs.keeps_logits
+            greedy_R = self._forward(decision, arrays, needs_logits=needs_logits)
             tapped = self._taps.read(taps) if taps else None
-            drawn = self._drawer.draw(
-                batch.sampled_entries, batch.sampled_positions, greedy_R, params=batch.sampling_params
-            )
+            drawn = self._drawer.draw(entries, batch.sampled_positions, greedy_R, readers=readers)
             return drawn if tapped is None else tapped.of(drawn)
 
     def _stage_media(
@@ -187,12 +188,13 @@ class ModelRunner:
         if self._device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _forward(self, decision: Dispatch, arrays: BatchArrays) -> Tensor:
-        """Fill the first rows of the logits buffer, one per sampled entry; returns their best tokens."""
+    def _forward(self, decision: Dispatch, arrays: BatchArrays, *, needs_logits: bool) -> Tensor:
+        """The best token of each sampled entry; with ``needs_logits`` the first rows of the logits buffer are
+        theirs."""
         owner = decision.owner or decision.phase
         runner = self._graphs.decode if owner is Phase.DECODE else self._graphs.prefill
         num_tokens, num_reqs = len(arrays.values["input_ids"]), len(arrays.query_lens)
-        values = self._graphs.inputs_of(runner, arrays.values)
+        values = self._graphs.inputs_of(runner, arrays.values, needs_logits=needs_logits)
         must_amend = arrays.has_unknown and not self._graphs.embeds_drawn_tokens(runner)
         amend = self._graphs.take_drawn_tokens if must_amend else None
         if decision.descriptor is None:
@@ -213,23 +215,29 @@ class ModelRunner:
             else:
                 self.log.count_replay(decision.phase, runner.strategy, descriptor.num_tokens, num_tokens)
         if owner is Phase.DECODE and self._graphs.decode_makes_logits:
-            return self._keep_sampled(results[1], arrays, num_reqs)
-        return self._run_head(arrays)
+            return self._keep_sampled(results[1], arrays, num_reqs, needs_logits=needs_logits)
+        return self._run_head(arrays, needs_logits=needs_logits)
 
-    def _run_head(self, arrays: BatchArrays) -> Tensor:
+    def _run_head(self, arrays: BatchArrays, *, needs_logits: bool) -> Tensor:
         rows = arrays.sampled_rows
         if not len(rows):
             return self._graphs.tokens[:0]
-        values = {"hidden_rows": rows.astype(np.int32)}
-        return self._rows.run(self._graphs.head, values, len(rows))[1]
+        head = self._graphs.head
+        values = self._graphs.inputs_of(
+            head, {"hidden_rows": rows.astype(np.int32)}, needs_logits=needs_logits
+        )
+        return self._rows.run(head, values, len(rows))[1]
 
-    def _keep_sampled(self, greedy_B: Tensor, arrays: BatchArrays, num_reqs: int) -> Tensor:
+    def _keep_sampled(
+        self, greedy_B: Tensor, arrays: BatchArrays, num_reqs: int, *, needs_logits: bool
+    ) -> Tensor:
         """Decode graphs make logits for every request; one-token prompt chunks that end early draw
         nothing."""
         rows = arrays.sampled_rows
         if len(rows) == num_reqs:
             return greedy_B
         index = torch.as_tensor(rows, dtype=torch.int64, device=greedy_B.device)
-        self._graphs.logits[: len(rows)].copy_(self._graphs.logits.index_select(0, index))
+        if needs_logits:
+            self._graphs.logits[: len(rows)].copy_(self._graphs.logits.index_select(0, index))
         kept_R = self._graphs.tokens[: len(rows)]
         return kept_R.copy_(greedy_B.index_select(0, index))

@@ -18,7 +18,7 @@ import torch
 from gapless.attention.base import SINK_BLOCK
 from gapless.engine.build import OpenedEngine
 from gapless.engine.graph_set import GraphSet
-from gapless.engine.inputs import select_inputs
+from gapless.engine.inputs import NEEDS_LOGITS, logits_flag, select_inputs
 from gapless.engine.parallel_runner import ParallelRunner
 from gapless.engine.runner import ModelRunner
 from gapless.engine.verify_media import check_encoder, check_stale_rows, fill_media, may_be_media
@@ -186,6 +186,7 @@ class _TokenBatches:
         for row, table in zip(block_table, tables, strict=True):
             row[: len(table)] = table
         values = {
+            NEEDS_LOGITS.name: logits_flag(is_needed=True),  # graphs are compared by them
             "input_ids": rng.integers(self.runner.vocab_size, size=real.num_tokens).astype(np.int32),
             "drawn_rows": np.full(real.num_tokens, self.runner.max_num_reqs, dtype=np.int32),
             "positions": positions.astype(np.int32),
@@ -253,6 +254,7 @@ class _RowBatches:
         rng = np.random.default_rng(int(torch.randint(2**31, (), generator=generator)))
         n, vocab_size = real.num_reqs, self.graphs.vocab_size
         values: dict[str, np.ndarray] = {
+            NEEDS_LOGITS.name: logits_flag(is_needed=True),
             "hidden_rows": rng.integers(self.graphs.limits.max_num_tokens, size=n).astype(np.int32),
             "temperature": rng.uniform(0.2, 1.5, n).astype(np.float32),
             "seed": rng.integers(2**62, size=n),

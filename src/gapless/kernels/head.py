@@ -1,7 +1,9 @@
 """The end of a greedy step: float32 logits and the best token of each row, in two kernels.
 
-The first splits each row over many programs, which also write the float32 logits; the second picks among the
-chunks. Both write straight into the caller's buffers. ``R`` sampled rows, ``V`` vocabulary, ``C`` chunks.
+The first splits each row over many programs, which also write the float32 logits where a flag on the device
+says that somebody reads them: they are two thirds of its bytes, and a step of greedy requests needs none. The
+second picks among the chunks. Both write straight into the caller's buffers. ``R`` sampled rows, ``V``
+vocabulary, ``C`` chunks.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ MAX_VOCAB_SIZE = 1 << 24
 
 
 @register_custom_op(mutates_args=["logits_RV", "tokens_R"])
-def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: int) -> None:
-    """``logits_RV`` = ``raw_RV`` as float32; ``tokens_R`` (int64) = its best index, the lowest among equals,
-    or ``invalid`` where the row holds a NaN."""
+def finish_greedy(
+    raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, needs_logits_1: Tensor, invalid: int
+) -> None:
+    """``tokens_R`` (int64) = the best index of each row of ``raw_RV``, the lowest among equals, or
+    ``invalid`` where the row holds a NaN. ``logits_RV`` = ``raw_RV`` as float32 if ``needs_logits_1``
+    (``[1]`` int32) is not 0, else it is left as it was."""
     num_rows, size = raw_RV.shape
     if size > MAX_VOCAB_SIZE:
         raise ConfigError(f"the fused head handles vocabularies of up to {MAX_VOCAB_SIZE}, not {size}")
@@ -35,7 +40,7 @@ def finish_greedy(raw_RV: Tensor, logits_RV: Tensor, tokens_R: Tensor, invalid: 
     launch(
         kernels().best_of_chunk_kernel,
         (num_rows, num_chunks),
-        (raw_RV, logits_RV, best_RC, index_RC, raw_RV.stride(0), logits_RV.stride(0)),
+        (raw_RV, logits_RV, needs_logits_1, best_RC, index_RC, raw_RV.stride(0), logits_RV.stride(0)),
         {"SIZE": size, "TILE": tile, "num_warps": min(max(tile // 256, 1), 8), **options},
     )
     chunks_pad = next_power_of_2(num_chunks)

@@ -230,6 +230,7 @@ def silu_mul_kernel(
 def best_of_chunk_kernel(
     raw_RV,
     logits_RV,
+    needs_logits_1,
     best_RC,
     index_RC,
     raw_stride_r,
@@ -238,7 +239,8 @@ def best_of_chunk_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per row and chunk of the vocabulary: float32 logits, the chunk's best one and its index.
+    """One program per row and chunk of the vocabulary: the chunk's best logit and its index; its float32
+    logits, if the flag says that they are needed.
 
     A chunk with a NaN has the best value NaN.
     """
@@ -249,9 +251,10 @@ def best_of_chunk_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    is_written = is_element & (tl.load(needs_logits_1) != 0)
     raw = tl.load(raw_RV + row * raw_stride_r + element, mask=is_element, other=float("-inf"))
     value = raw.to(tl.float32)
-    tl.store(logits_RV + row * logits_stride_r + element, value, mask=is_element)
+    tl.store(logits_RV + row * logits_stride_r + element, value, mask=is_written)
     has_nan = tl.max((value != value).to(tl.int32), 0)
     best, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     target = row * tl.num_programs(1) + chunk

@@ -125,6 +125,7 @@ def test_graphs_of_fused_kernels_equal_padded_eager_and_draw_what_unfused_ones_d
 ) -> None:
     monkeypatch.setattr(decoder, "has_fused_kernels", lambda device: True)
     opened = open_engine_of(tmp_path / "fused", prefill, decode)
+    opened.runner.graphs.keeps_logits = True
     assert generate(opened) == unfused_tokens
     assert not opened.runner.report()["eager"], "every step ran as a graph"
     logits = opened.runner._graphs.logits.clone()

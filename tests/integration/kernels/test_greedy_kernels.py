@@ -1,4 +1,4 @@
-"""Float32 logits and the best token in two kernels, under Triton's interpreter."""
+"""The best token, and float32 logits where they are needed, in two kernels, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gapless.engine.graph_set import INVALID_TOKEN, greedy_or_invalid
+from gapless.engine.inputs import logits_flag
 from gapless.errors import ConfigError
 from gapless.kernels.head import finish_greedy
 from kernel_oracles import DTYPES
@@ -21,17 +22,24 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def finish(raw_RV: Tensor) -> tuple[Tensor, Tensor]:
+NEEDED, NOT_NEEDED = (torch.tensor(logits_flag(is_needed=needed)) for needed in (True, False))
+
+
+def finish(raw_RV: Tensor, needs_logits: Tensor = NEEDED) -> tuple[Tensor, Tensor]:
     logits_RV = torch.full(raw_RV.shape, 7.0)
     tokens_R = torch.full((raw_RV.shape[0],), 99, dtype=torch.int64)
-    finish_greedy(raw_RV, logits_RV, tokens_R, INVALID_TOKEN)
+    finish_greedy(raw_RV, logits_RV, tokens_R, needs_logits, INVALID_TOKEN)
     return logits_RV, tokens_R
 
 
 def assert_finishes(raw_RV: Tensor) -> None:
+    expected_R = greedy_or_invalid(raw_RV.float())
     logits_RV, tokens_R = finish(raw_RV)
     torch.testing.assert_close(logits_RV, raw_RV.float(), atol=0, rtol=0, equal_nan=True)
-    assert torch.equal(tokens_R, greedy_or_invalid(raw_RV.float()))
+    assert torch.equal(tokens_R, expected_R)
+    logits_RV, tokens_R = finish(raw_RV, NOT_NEEDED)
+    assert (logits_RV == 7.0).all(), "nothing is written that nobody reads"
+    assert torch.equal(tokens_R, expected_R)
 
 
 @interpreted
@@ -72,11 +80,22 @@ def test_rows_of_nothing_but_infinity_or_nan() -> None:
 def test_buffers_may_be_larger_than_the_step() -> None:
     raw = torch.randn(2, 1500)
     logits, tokens = torch.full((5, 1500), 7.0), torch.full((5,), 99)
-    finish_greedy(raw, logits[:2], tokens[:2], INVALID_TOKEN)
+    finish_greedy(raw, logits[:2], tokens[:2], NEEDED, INVALID_TOKEN)
     assert torch.equal(logits[:2], raw)
     assert torch.equal(tokens[:2], raw.argmax(-1))
     assert (logits[2:] == 7.0).all()
     assert tokens[2:].tolist() == [99, 99, 99]
+
+
+@interpreted
+def test_the_flag_is_read_at_every_launch() -> None:
+    raw, logits, tokens = torch.randn(2, 1500), torch.full((2, 1500), 7.0), torch.full((2,), 99)
+    flag = NOT_NEEDED.clone()
+    for value, expected in ((0, torch.full_like(raw, 7.0)), (1, raw), (0, raw)):
+        flag.fill_(value)
+        finish_greedy(raw if value else -raw, logits, tokens, flag, INVALID_TOKEN)
+        assert torch.equal(logits, expected)
+        assert torch.equal(tokens, (raw if value else -raw).argmax(-1))
 
 
 @interpreted
@@ -97,11 +116,11 @@ def test_rows_full_of_ties_and_odd_values(
 
 
 def test_no_rows_launch_nothing() -> None:
-    finish_greedy(torch.empty(0, 50), torch.empty(0, 50), torch.empty(0, dtype=torch.int64), -1)
+    finish_greedy(torch.empty(0, 50), torch.empty(0, 50), torch.empty(0, dtype=torch.int64), NEEDED, -1)
 
 
 def test_a_vocabulary_beyond_the_limit_is_refused() -> None:
     size = (1 << 24) + 1
     raw = torch.empty(1).expand(1, size)
     with pytest.raises(ConfigError, match=f"up to 16777216, not {size}"):
-        finish_greedy(raw, raw.clone(), torch.empty(1, dtype=torch.int64), -1)
+        finish_greedy(raw, raw.clone(), torch.empty(1, dtype=torch.int64), NEEDED, -1)

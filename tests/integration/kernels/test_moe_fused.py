@@ -145,6 +145,8 @@ def test_graphs_of_the_kernels_equal_padded_eager(tmp_path: Path, monkeypatch: p
         )
     )
 
+    opened.runner.graphs.keeps_logits = True
+
     def generate() -> tuple[list[int], list[Tensor]]:
         core, rng = EngineCore(opened.runner), random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)

@@ -164,7 +164,14 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
         fused_add_media_rms_norm,
         lambda rows, t: (rows(t, 24), rows(t, 24), rows(t, 24), None, torch.randn(24), 1e-5),
     ),
-    "finish_greedy": (finish_greedy, lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), -1)),
+    "finish_greedy": (
+        finish_greedy,
+        lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), torch.ones(1, dtype=torch.int32), -1),
+    ),
+    "finish_greedy without logits": (
+        finish_greedy,
+        lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), torch.zeros(1, dtype=torch.int32), -1),
+    ),
     "draw_tokens": (
         draw_tokens,
         lambda rows, t: (rows(t, 40), tokens(t), -1, *sampling(t), None, None, None),

@@ -165,6 +165,7 @@ def test_an_engine_reads_and_leaves_what_it_would_with_all_made_on_the_host(
 ) -> None:
     opened = open_engine_of(tmp_path / "device", "full", "full")
     assert opened.runner.graphs.makes_slots
+    opened.runner.graphs.keeps_logits = True
     opened.runner.max_steps_ahead = num_ahead
     todays, launch = TodaysArrays(opened.runner), opened.runner.launch
 
@@ -180,6 +181,7 @@ def test_an_engine_reads_and_leaves_what_it_would_with_all_made_on_the_host(
 
     monkeypatch.setattr(GraphSet, "_makes_slots", lambda self, prefill: False)
     host = open_engine_of(tmp_path / "host", "full", "full")
+    host.runner.graphs.keeps_logits = True
     host.runner.max_steps_ahead = num_ahead
     assert not host.runner.graphs.makes_slots
     assert serve(host) == tokens

@@ -113,6 +113,7 @@ def test_graphs_equal_padded_eager_and_draw_what_unfused_ones_draw(
     assert launched == []
     monkeypatch.setattr(decoder, "has_fused_kernels", lambda device: True)
     opened = open_engine_of(tmp_path / "fused", strategy, strategy, **WIDE)
+    opened.runner.graphs.keeps_logits = True
     assert generate(opened) == expected
     assert set(launched) == {64, 96}
     assert not opened.runner.report()["eager"], "every step ran as a graph"

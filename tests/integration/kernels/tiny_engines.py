@@ -32,11 +32,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def open_engine_of(folder: Path, prefill: str, decode: str, **changes: Any) -> OpenedEngine:
-    """Of a model of dummy weights; ``changes``: of its config."""
+def open_engine_of(
+    folder: Path, prefill: str, decode: str, *, options: dict[str, Any] | None = None, **changes: Any
+) -> OpenedEngine:
+    """Of a model of dummy weights; ``options`` beside those below; ``changes``: of its config."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    options = {
+    values = {
         "model": str(folder),
         "load_format": "dummy",
         "device": "cpu",
@@ -47,8 +49,9 @@ def open_engine_of(folder: Path, prefill: str, decode: str, **changes: Any) -> O
         "cuda_graph_backend_decode": decode,
         "cuda_graph_bs_prefill": [8],
         "cuda_graph_bs_decode": [1, 2],
+        **(options or {}),
     }
-    return open_engine(EngineConfig.from_sources(python=options))
+    return open_engine(EngineConfig.from_sources(python=values))
 
 
 def generate(opened: OpenedEngine) -> list[list[int]]:
