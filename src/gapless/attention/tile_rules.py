@@ -36,7 +36,8 @@ class PrefillTile:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTile:
     """``block_q`` queries of all heads of a key/value head; ``num_splits`` programs share the keys, each
-    taking ``min_keys`` or more, and calling ``called_ahead`` of them before it may begin."""
+    taking ``min_keys`` or more, and calling ``called_ahead`` of them before it may begin. ``loads_early``:
+    the first tiles of keys are loaded before that too."""
 
     block_q: int
     block_n: int
@@ -161,17 +162,19 @@ def decode_tile(
     if rows > max(_MAX_DECODE_ROWS, group_pad):
         return None
     is_few = num_programs <= _ENOUGH_PROGRAMS
+    is_some = _ENOUGH_PROGRAMS < num_programs < 4 * _ENOUGH_PROGRAMS
     loads_early = rows == MIN_TILE_ROWS and head_bytes <= 256 and num_programs < 16 * _ENOUGH_PROGRAMS
+    loads_early &= group <= _EARLY_GROUP or is_some
     if rows > MIN_TILE_ROWS or head_bytes > 256:
         block_n, num_warps, num_stages = _block_n(head_bytes), 4, 3 if head_bytes > 256 else 4
     elif num_programs <= _VERY_FEW_PROGRAMS:
         block_n, num_warps, num_stages = 64, 4, 2
     elif is_few:  # most requests end with the first tile or the second
         block_n, num_warps, num_stages = 128, 8, 3
-    elif num_programs < 4 * _ENOUGH_PROGRAMS:
+    elif is_some:
         block_n, num_warps, num_stages = 64, 4, 3
     elif num_programs < 8 * _ENOUGH_PROGRAMS:  # small programs balance best when there are many of them
-        block_n, num_warps, num_stages = 32, 2, 3
+        block_n, num_warps, num_stages = 32, 2, 3 if loads_early else 4
     else:
         block_n, num_warps, num_stages = (16, 1, 3) if loads_early else (32, 1, 2)
     most = num_stages
@@ -221,6 +224,11 @@ _VERY_FEW_PROGRAMS = 8
 """One request of 8 heads for keys. Small programs are quicker there, perhaps because they leave room on their
 multiprocessors for those of the product behind, which begin early: a step took 4.09 ms with tiles of 128
 keys, 8 warps and 3 stages and 3.87 with these (32 heads; 16 heads 0.66 and 0.64; *lead*, ``docs/log.md``)."""
+_EARLY_GROUP = 2
+"""Heads of a key/value head, up to which all but the largest batches load early. Steps of the 0.6B model (2)
+take 2 to 5 % less with it at 1, 16, 32 and 128 requests, those of the 8B model (4) 1 % less at 32 and 1 to
+2 % more at 1, 8 and 128, perhaps because the products around attention are bound by memory there. From 2,048
+programs on it costs 1 % (*lead*, ``docs/log.md``)."""
 _MAX_SPLITS = 16
 _MIN_KEYS = 64
 _MAX_DECODE_ROWS = 64

@@ -7,8 +7,11 @@ leaves its running softmax in scratch memory; ``combine_splits_kernel`` merges t
 directly.
 
 Scratch is written before it is read in every launch, and nothing persists between launches. An early launch
-(``kernels/jit.py``) calls the keys of earlier steps into the second-level cache while the kernel ahead, which
-makes this step's, still runs: memory would be idle then.
+(``kernels/jit.py``) begins while the kernel ahead, which makes this step's keys, still runs: memory would be
+idle then. It calls keys of earlier steps into the second-level cache, and with ``LOADS_EARLY`` it loads the
+first tiles of them: the wait is inside the first round of the loop over keys, and the compiler's pipeline
+has copied what comes before it by then. So the loop leaves this step's own keys out, and they are a small
+tile of their own. Invariant: keys of earlier steps are in the cache before the first kernel of a step starts.
 
 Shapes: B requests, P packs of query heads (the heads of a key/value head), M rows of a query tile, S splits,
 N keys of a tile, D head size padded to a power of 2.
@@ -81,19 +84,18 @@ def decode_attention_kernel(
     table_row = block_table + request * table_stride_b
     end_early = tl.minimum(end_key, num_keys - num_queries)
     is_used = (num_queries > 0) & (split < num_used)
-    if EARLY and CALLED_AHEAD > 0:
-        if is_used:
-            call_ahead(
-                k_head, v_head, table_row, first_key, end_early, cache_stride_s, table_stride_m,
-                HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, CALLED_AHEAD,
-            )  # fmt: skip
+    if EARLY and CALLED_AHEAD > 0 and is_used:
+        call_ahead(
+            k_head, v_head, table_row, first_key, end_early, cache_stride_s, table_stride_m,
+            HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, CALLED_AHEAD,
+        )  # fmt: skip
     if not is_used:
         if split == 0:
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             clear_pad_rows(
-                out_THD, request * BLOCK_Q, end_of_batch, num_tokens, kv_head * GROUP, out_stride_t, out_stride_h,
-                HEAD_SIZE, HEAD_PAD, GROUP, BLOCK_Q,
+                out_THD, request * BLOCK_Q, end_of_batch, num_tokens, kv_head * GROUP, out_stride_t,
+                out_stride_h, HEAD_SIZE, HEAD_PAD, GROUP, BLOCK_Q,
             )  # fmt: skip
         return
 

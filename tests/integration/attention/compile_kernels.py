@@ -68,9 +68,11 @@ def compile_kernel(
     assert not unwritten, f"{kernel.__name__} {constants} {options}: {unwritten}"
     if constants.get("CALLED_AHEAD") and constants["EARLY"]:
         ptx = compiled.asm["ptx"]
-        assert -1 < ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"), (
-            "nothing is called ahead"
-        )
+        last_wait = ptx.rfind("griddepcontrol.wait")  # there is another one for programs without keys
+        assert -1 < ptx.find("prefetch.global.L2") < last_wait, "nothing is called ahead"
+    if constants.get("LOADS_EARLY") and constants["EARLY"]:
+        ptx = compiled.asm["ptx"]
+        assert -1 < ptx.find("cp.async.cg") < ptx.rfind("griddepcontrol.wait"), "no key is loaded early"
     # Where it runs out of registers the assembler waits for every single product.
     waits = assembly.count("WARPGROUP.DEPBAR"), compiled.asm["ptx"].count("wgmma.wait_group")
     assert waits[0] <= waits[1], f"{kernel.__name__} {constants} {options}: {waits[0]} waits for {waits[1]}"
@@ -131,10 +133,11 @@ def compile_paged(
         print(compile_kernel(kernel, dtype, constants, options, capability=capability))
 
     kernel = triton_decode.decode_attention_kernel
-    for num_programs in (8, 64):  # one request's small tile, and the largest there is
+    for num_programs in (8, 64, 256):  # one request's small tile, the largest there is, one that loads early
         decode = decode_tile(**size, max_query_len=1, num_programs=num_programs, max_keys=8192)
         assert decode is not None
         constants = {**both, **decode_constants(decode, group), "CALLED_AHEAD": decode.called_ahead}
+        constants["LOADS_EARLY"] = decode.loads_early
         options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
         print(compile_kernel(kernel, dtype, constants, options, capability=capability))
     return decode

@@ -1,9 +1,9 @@
 """A kernel that copies between pinned host memory and the device, for the few kilobytes of a step.
 
-A copy engine is another engine than the one that runs kernels: between two steps the GPU waited 21 us for
-tokens on their way out and inputs on their way in (H200, 32 requests, ``docs/log.md``), nearly all of it to hand over from
-one engine to the other and back. A kernel reads and writes pinned memory itself. It is PTX for the reasons
-that ``fill_kernel.py`` has.
+A copy engine is another engine than the one that runs kernels: between two steps of 32 requests an H200
+waited 21 us for tokens on their way out and inputs on their way in, though copying takes 4 (*lead*,
+``docs/log.md``).
+A kernel reads and writes pinned memory itself. It is PTX for the reasons that ``fill_kernel.py`` has.
 
 ``SmallCopy`` holds a launch with its arguments: what changes from copy to copy is written into the objects it
 was made of, so that a launch is one call.
@@ -20,10 +20,10 @@ import torch
 
 from gapless.graphs.device.driver import load_driver
 
-MAX_BYTES = 64 << 10
-"""Above, a copy takes longer than the hand-over, and copy engines leave the processors alone."""
-ALIGNMENT = 16
-"""Of both addresses: words of so many bytes are copied."""
+MAX_BYTES = 4 << 10
+"""Above, copy engines are quicker (*lead*): they ask for more at a time."""
+WORD = 8
+"""Bytes that a thread copies at once: those of a token."""
 
 _BLOCK = 256
 _MAX_THREADS = 0
@@ -42,7 +42,7 @@ PTX = b"""\
 )
 {
     .reg .pred %done;
-    .reg .b32 %block, %blocks, %thread, %threads, %index, %count, %a, %b, %c, %d;
+    .reg .b32 %block, %blocks, %thread, %threads, %index, %count, %a, %b;
     .reg .b64 %dst, %src, %size, %offset, %step, %last, %to, %from;
 
     ld.param.u64 %dst, [p_dst];
@@ -55,17 +55,17 @@ PTX = b"""\
     mov.u32 %threads, %ntid.x;
     mad.lo.u32 %index, %block, %threads, %thread;
     mul.lo.u32 %count, %blocks, %threads;
-    mul.wide.u32 %step, %count, 16;
-    mul.wide.u32 %offset, %index, 16;
-    and.b64 %last, %size, -16;
+    mul.wide.u32 %step, %count, 8;
+    mul.wide.u32 %offset, %index, 8;
+    and.b64 %last, %size, -8;
 
 WORD:
     setp.ge.u64 %done, %offset, %last;
     @%done bra BEHIND;
     add.u64 %from, %src, %offset;
     add.u64 %to, %dst, %offset;
-    ld.global.v4.u32 {%a, %b, %c, %d}, [%from];
-    st.global.v4.u32 [%to], {%a, %b, %c, %d};
+    ld.global.v2.u32 {%a, %b}, [%from];
+    st.global.v2.u32 [%to], {%a, %b};
     add.u64 %offset, %offset, %step;
     bra WORD;
 
@@ -102,7 +102,7 @@ class SmallCopy:
         self._sources = (target, source, size)  # whose addresses are the arguments
         self._args = (c_void_p * 3)(*map(ctypes.addressof, self._sources))
         self._launch, self._function = kernel.launch, kernel.function
-        most = -(-MAX_BYTES // (16 * _BLOCK))
+        most = -(-MAX_BYTES // (WORD * _BLOCK))
         self._grids = [c_int(blocks) for blocks in range(most + 1)]
         self._one, self._zero, self._block = c_int(1), c_int(0), c_int(_BLOCK)
 
@@ -110,7 +110,7 @@ class SmallCopy:
         """Queue a copy of ``num_bytes``, which ``size`` says too, on ``stream``. Returns the driver's error,
         0 for none; with an error nothing was queued."""
         one, zero = self._one, self._zero
-        grid = self._grids[-(-num_bytes // (16 * _BLOCK)) or 1]
+        grid = self._grids[-(-num_bytes // (WORD * _BLOCK)) or 1]
         return self._launch(
             self._function, grid, one, one, self._block, one, one, zero, stream, self._args, None
         )
@@ -118,7 +118,7 @@ class SmallCopy:
 
 def can_copy(num_bytes: int, *addresses: int) -> bool:
     """Whether the kernel takes a copy between ``addresses``."""
-    return num_bytes <= MAX_BYTES and not any(address % ALIGNMENT for address in addresses)
+    return num_bytes <= MAX_BYTES and not any(address % WORD for address in addresses)
 
 
 @functools.cache
