@@ -1,7 +1,7 @@
 """Decode attention in many tilings, beside the one that the rule gives: what ``decode_tile`` is chosen by.
 
 Each case is a batch of requests of one length over a paged cache; a tiling is keys a tile, warps, stages,
-splits and least keys of a split. Every tiling must give what the rule's gives, within the error of its type.
+splits, least keys of a split, and whether keys are loaded early. Every tiling must give what the rule's gives, within the error of its type.
 Times are microseconds a call, merging of splits included, medians over replays of a CUDA graph that holds one
 call for each layer, each over a cache of its own (``attention_kernels.py``), and ahead of it a norm of the
 queries, because in a step there is a small kernel too; that norm is included.
@@ -45,7 +45,7 @@ MOST_COPIED_BYTES = 180 << 10
 Kinds = Collection[tuple[int, int, int]]
 """Keys, warps, stages."""
 GOOD: Kinds = (
-    *((32, 1, 2), (32, 1, 3), (32, 2, 3), (32, 2, 4)),
+    *((16, 1, 3), (32, 1, 2), (32, 1, 3), (32, 2, 3), (32, 2, 4)),
     *((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)),
 )
 """That were among the best of some case."""
@@ -113,8 +113,9 @@ def measure_heads(num_heads: int, kinds: Kinds, layers: int, repeats: int) -> di
 
 
 def show(row: tuple[float, ...]) -> str:
-    us, _, block_n, warps, stages, splits, least, _ = row
-    return f"{us:7.2f} us  {block_n:3} keys {warps} warps {stages} stages {splits:2} splits of {least}"
+    us, _, block_n, warps, stages, splits, least, _, is_early = row
+    way = "early" if is_early else "     "
+    return f"{us:7.2f} us  {block_n:3} keys {warps} warps {stages} stages {splits:2} splits of {least} {way}"
 
 
 def tiles(shape: Shape, batch: int, kinds: Kinds) -> Iterator[DecodeTile]:
@@ -130,9 +131,15 @@ def tiles(shape: Shape, batch: int, kinds: Kinds) -> Iterator[DecodeTile]:
         fits = 4 * block_n * shape.head_size * (stages - 1) <= MOST_COPIED_BYTES
         if not fits or block_n < 4 * warps:
             continue
-        for splits, least in ways:
+        for (splits, least), loads_early in product(ways, (False, True)):
             tile = replace(
-                chosen, block_n=block_n, num_warps=warps, num_stages=stages, num_splits=splits, min_keys=least
+                chosen,
+                block_n=block_n,
+                num_warps=warps,
+                num_stages=stages,
+                num_splits=splits,
+                min_keys=least,
+                loads_early=loads_early,
             )
             if tile != chosen:
                 yield tile

@@ -143,8 +143,7 @@ def _gated_tiles_of(entry: dict[str, Any], product: Product) -> GatedTiles:
     _check_numbers(entry, but=set())
     tiles = GatedTiles(**entry)
     sizes = (tiles.block_t, tiles.block_o, tiles.block_i)
-    least = (64, 32, 64)  # what tensor cores and copies take
-    if any(s < few or s & (s - 1) for s, few in zip(sizes, least, strict=True)) or tiles.shared_by < 1:
+    if any(size < 64 or size & (size - 1) for size in sizes) or tiles.shared_by < 1:
         raise ValueError(f"no kernel has such tiles: {tiles}")
     if not 0 <= tiles.skew < tiles.num_stages or not tiles.fits(product):
         raise ValueError(f"not as many steps as buffers: {tiles}")

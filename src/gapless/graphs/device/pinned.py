@@ -2,8 +2,7 @@
 
 ``Tensor.copy_`` from or to pinned memory costs 10-15 us of CPU: it makes tensors for the slices, asks the
 pinned-memory allocator to follow the copy, and ``Event.record`` looks the stream up anew. Here the addresses
-are fixed, so a copy is two calls of the CUDA runtime (about 3 us), and a small one is a kernel's, which the
-GPU need not change engines for (``copy_kernel.py``). Invariant: a slot's memory is touched by
+are fixed, so a copy is two calls of the CUDA runtime (about 3 us). Invariant: a slot's memory is touched by
 the host only when ``wait`` has returned after the last copy. ``PinnedSlot`` is for whoever reads results back
 and for large inputs; ``PinnedRing``, for the staging of every step, shares one event among several copies.
 What a copy needs is bound and made beforehand: between two steps the caches of a CPU go cold, and then each
@@ -18,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from gapless.graphs.device.copy_kernel import SmallCopy, can_copy, load_copy_kernel
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = ctypes.c_int(1), ctypes.c_int(2)
 
@@ -42,9 +39,6 @@ class PinnedSlot:
         self._handle = ctypes.c_void_p(self._event.cuda_event)
         self._here, self._there = ctypes.c_void_p(self._address), ctypes.c_void_p()
         self._size, self._stream = ctypes.c_size_t(), ctypes.c_void_p()
-        kernel = load_copy_kernel(torch_device)
-        self._small_send = kernel and SmallCopy(kernel, self._there, self._here, self._size)
-        self._small_fetch = kernel and SmallCopy(kernel, self._here, self._there, self._size)
 
     def wait(self) -> None:
         """Until the last copy has ended; the thread spins, which sees it soonest."""
@@ -58,14 +52,12 @@ class PinnedSlot:
         """Queue a copy of the first ``num_bytes`` to the device memory at ``address``, on the current
         stream."""
         self._there.value = address
-        small = self._small_send if can_copy(num_bytes, address, self._address) else None
-        self._queue(small, self._there, self._here, num_bytes, _HOST_TO_DEVICE)
+        self._queue(self._there, self._here, num_bytes, _HOST_TO_DEVICE)
 
     def fetch(self, address: int, num_bytes: int) -> None:
         """Queue a copy of ``num_bytes`` at ``address`` on the device into the slot, on the current stream."""
         self._there.value = address
-        small = self._small_fetch if can_copy(num_bytes, address, self._address) else None
-        self._queue(small, self._here, self._there, num_bytes, _DEVICE_TO_HOST)
+        self._queue(self._here, self._there, num_bytes, _DEVICE_TO_HOST)
 
     def __del__(self) -> None:
         # The pinned-memory allocator has not seen the copies: it would give the memory to the next who asks.
@@ -73,19 +65,12 @@ class PinnedSlot:
             self.wait()
 
     def _queue(
-        self,
-        small: SmallCopy | None,
-        target: ctypes.c_void_p,
-        source: ctypes.c_void_p,
-        num_bytes: int,
-        kind: ctypes.c_int,
+        self, target: ctypes.c_void_p, source: ctypes.c_void_p, num_bytes: int, kind: ctypes.c_int
     ) -> None:
         runtime, stream = self._runtime, self._stream
         self._size.value = num_bytes
         stream.value = self._raw_stream(self._index)
-        # Where the kernel cannot be launched (no context is current in this thread), the runtime sees to it.
-        error = small(num_bytes, stream) if small is not None else 1
-        error = error and runtime.cudaMemcpyAsync(target, source, self._size, kind, stream)
+        error = runtime.cudaMemcpyAsync(target, source, self._size, kind, stream)
         error = error or runtime.cudaEventRecord(self._handle, stream)
         if error:
             raise _failure(error, num_bytes, self._device)
@@ -101,9 +86,8 @@ class PinnedRing:
     """
 
     __slots__ = (
-        "_copy", "_device", "_end", "_events", "_handles", "_heres", "_index", "_is_small", "_next",
-        "_num_bytes", "_raw_stream", "_runtime", "_size", "_small", "_stream", "_stream_now", "_tensor",
-        "_there", "hosts",
+        "_copy", "_device", "_end", "_events", "_handles", "_heres", "_index", "_next", "_num_bytes",
+        "_raw_stream", "_runtime", "_size", "_stream", "_stream_now", "_tensor", "_there", "hosts",
     )  # fmt: skip
 
     is_private = True
@@ -126,9 +110,6 @@ class PinnedRing:
         self._there = ctypes.c_void_p(address)
         self._heres = [ctypes.c_void_p(self._tensor.data_ptr() + start) for start in starts]
         self._size, self._stream = ctypes.c_size_t(), ctypes.c_void_p()
-        kernel = load_copy_kernel(torch_device)
-        self._small = kernel and [SmallCopy(kernel, self._there, here, self._size) for here in self._heres]
-        self._is_small = False
         self._num_bytes = 0
         """What ``_size`` holds, which is faster compared than set."""
         self._stream_now: int | None = None
@@ -151,12 +132,7 @@ class PinnedRing:
         self._next = slot + 1  # first, so that an interrupt leaves no slot to be written under its copy
         if num_bytes != self._num_bytes:
             self._size.value = self._num_bytes = num_bytes
-            self._is_small = self._small is not None and can_copy(num_bytes, self._there.value or 0)
-        error = 1
-        if self._is_small and self._small is not None:
-            error = self._small[slot](num_bytes, self._stream)
-        if error:
-            error = self._copy(self._there, self._heres[slot], self._size, _HOST_TO_DEVICE, self._stream)
+        error = self._copy(self._there, self._heres[slot], self._size, _HOST_TO_DEVICE, self._stream)
         if error:
             raise _failure(error, num_bytes, self._device)
 
