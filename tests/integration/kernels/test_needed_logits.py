@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 VOCAB_SIZE = CONFIG["vocab_size"]
-STRATEGIES = [("full", "full"), ("breakable", "full"), ("breakable", "breakable")]
+STRATEGIES = [("full", "full"), ("breakable", "breakable")]
 SIZES = {"max_running_requests": 4, "cuda_graph_bs_decode": [1, 3, 4]}
 """Three rows of logits are drawn from by a graph of four, whose last row nobody has written."""
 
@@ -161,21 +161,28 @@ def test_greedy_tokens_are_the_same_with_steps_ahead(opened: OpenedEngine) -> No
     ]
 
 
+class EnoughSeen(Exception):
+    """The rest of a check, on the interpreter, would take half a minute."""
+
+
 def test_the_check_asks_for_the_logits_it_compares(
     opened: OpenedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, flags = GraphRunner.run, []
+    has_decode = opened.runner.graphs.decode_makes_logits
+    expected = {(Phase.HEAD, 1), (Phase.DECODE, 1)} if has_decode else {(Phase.HEAD, 1)}
 
     def run_and_note(self: GraphRunner, descriptor: Any, mode: Any, values: Any, **rest: Any) -> Any:
         if "needs_logits" in self.inputs.host_names:
             flags.append((self.phase, int(values["needs_logits"][0])))
+        if expected.issubset(flags):
+            raise EnoughSeen
         return run(self, descriptor, mode, values, **rest)
 
     monkeypatch.setattr(GraphRunner, "run", run_and_note)
-    report = verify_engine(opened, only_few_sizes=True)
-    assert report.is_ok, str(report)
-    expected = {(Phase.HEAD, 1), (Phase.DECODE, 1)}
-    assert set(flags) == (expected if opened.runner.graphs.decode_makes_logits else {(Phase.HEAD, 1)})
+    with pytest.raises(EnoughSeen):
+        verify_engine(opened, only_few_sizes=True)
+    assert set(flags) == expected
 
 
 class OneToken:
