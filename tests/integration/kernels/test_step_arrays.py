@@ -24,6 +24,7 @@ from gapless.errors import ConfigError
 from gapless.graphs.batch import BatchShape
 from gapless.graphs.buffers import StaticInputs
 from gapless.graphs.modes import Phase
+from gapless.graphs.runner import GraphRunner
 from gapless.models import decoder
 from gapless.sampling.params import SamplingParams
 from step_array_cases import StepCase, make_case
@@ -214,11 +215,21 @@ def test_a_step_of_single_tokens_may_run_as_prefill(tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("fused")
 def test_its_graphs_are_verified_as_any_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: a check asks for the logits that it compares."""
+    run, asked = GraphRunner.run, set()
+
+    def run_and_note(self: GraphRunner, descriptor: Any, mode: Any, values: Any, **rest: Any) -> Any:
+        if "needs_logits" in self.inputs.host_names:
+            asked.add((self.phase, int(values["needs_logits"][0])))
+        return run(self, descriptor, mode, values, **rest)
+
+    monkeypatch.setattr(GraphRunner, "run", run_and_note)
     monkeypatch.setattr(GraphSet, "has_fused_sampling", False)  # the interpreter is slow
     opened = open_engine_of(tmp_path / "model", "full", "full")
     assert opened.runner.graphs.makes_slots
     report = verify_engine(opened, only_few_sizes=True)
     assert report.is_ok, str(report)
+    assert asked == {(Phase.HEAD, 1), (Phase.DECODE, 1)}
 
 
 @pytest.mark.parametrize(
