@@ -1,10 +1,11 @@
 """Decode attention in many tilings, beside the one that the rule gives: what ``decode_tile`` is chosen by.
 
 Each case is a batch of requests of one length over a paged cache; a tiling is keys a tile, warps, stages,
-splits, least keys of a split, and whether keys are loaded early. Every tiling must give what the rule's gives, within the error of its type.
-Times are microseconds a call, merging of splits included, medians over replays of a CUDA graph that holds one
-call for each layer, each over a cache of its own (``attention_kernels.py``), and ahead of it a norm of the
-queries, because in a step there is a small kernel too; that norm is included.
+splits, least keys of a split, and whether keys are loaded early. Every tiling must give what the rule's
+gives, within the error of its type. Times are microseconds a call, merging of splits included, medians over
+replays of a CUDA graph that holds one call for each layer, each over a cache of its own
+(``attention_kernels.py``), and ahead of it a norm of the queries, because in a step there is a small kernel
+too; that norm is included.
 
     python benchmarks/decode_tiles.py --heads 16 32 [--output FILE]
 
