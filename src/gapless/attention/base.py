@@ -80,8 +80,9 @@ class AttentionBackend(Protocol):
         """Causal attention of each request's new tokens over its cached keys; every row of ``out`` is
         written.
 
-        ``window``: a token at position p sees keys in ``(p - window, p]`` (Transformers' sliding window);
-        None = all.
+        Keys of earlier steps were in the cache before the first kernel of this step started: they may be read
+        while the kernel ahead, which stores the new ones, still runs. ``window``: a token at position p sees
+        keys in ``(p - window, p]`` (Transformers' sliding window); None = all.
         """
 
 
