@@ -163,8 +163,9 @@ def decode_tile(
         return None
     is_few = num_programs <= _ENOUGH_PROGRAMS
     is_some = _ENOUGH_PROGRAMS < num_programs < 4 * _ENOUGH_PROGRAMS
-    loads_early = rows == MIN_TILE_ROWS and head_bytes <= 256 and num_programs < 16 * _ENOUGH_PROGRAMS
-    loads_early &= group <= _EARLY_GROUP or is_some
+    # GPUs with less shared memory than Hopper's have no early launch.
+    loads_early = rows == MIN_TILE_ROWS and head_bytes <= 256 and shared_bytes >= HOPPER_SHARED_BYTES
+    loads_early &= num_programs < 16 * _ENOUGH_PROGRAMS and (group <= _EARLY_GROUP or is_some)
     if rows > MIN_TILE_ROWS or head_bytes > 256:
         block_n, num_warps, num_stages = _block_n(head_bytes), 4, 3 if head_bytes > 256 else 4
     elif num_programs <= _VERY_FEW_PROGRAMS:
@@ -172,7 +173,7 @@ def decode_tile(
     elif is_few:  # most requests end with the first tile or the second
         block_n, num_warps, num_stages = 128, 8, 3
     elif is_some:
-        block_n, num_warps, num_stages = 64, 4, 3
+        block_n, num_warps, num_stages = 64, 4, 3 if loads_early else 4
     elif num_programs < 8 * _ENOUGH_PROGRAMS:  # small programs balance best when there are many of them
         block_n, num_warps, num_stages = 32, 2, 3 if loads_early else 4
     else:

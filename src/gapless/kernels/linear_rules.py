@@ -82,7 +82,7 @@ def _tiles_for_a_few(product: Product) -> Tiles:
     """Little arithmetic: warps share the columns of a few rows, all in flight before the wait if they fit."""
     num_in, num_rows = product.num_in, product.num_rows
     if num_in <= 1024 and 6144 <= num_rows <= 16384:
-        if product.num_tokens > 4:
+        if product.num_tokens > 4 and product.is_gated:
             return _split_tiles(block_o=16, block_i=256, split=4, num_early=1)
         return _split_tiles(block_o=32, block_i=128, split=4, num_early=2)
     if num_in <= 2048 and num_rows <= 16384:

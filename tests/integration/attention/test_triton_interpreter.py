@@ -308,6 +308,9 @@ def test_keys_are_loaded_early_where_that_was_measured_to_pay(group: int, num_pr
     wide = choose_decode(group=group, num_programs=num_programs, head_size=256)
     assert wide is not None
     assert not wide.loads_early
+    smaller = choose_decode(group=group, num_programs=num_programs, shared_bytes=163 << 10)
+    assert smaller is not None
+    assert not smaller.loads_early
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:

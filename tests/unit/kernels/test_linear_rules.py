@@ -79,6 +79,16 @@ def test_rows_of_the_shape_that_was_timed_have_a_kernel_that_starts_early(
     assert (tiles is not None) == (num_tokens <= 128 and not changes)
 
 
+def test_gate_and_up_of_eight_tokens_have_tiles_of_their_own() -> None:
+    gated, plain, fewer = (
+        default_tiles(make_product(tokens, num_out=out, is_gated=gated))
+        for tokens, out, gated in ((8, 3072, True), (8, 6144, False), (4, 3072, True))
+    )
+    assert gated is not None
+    assert (gated.block_o, gated.block_i, gated.split, gated.num_early) == (16, 256, 4, 1)
+    assert plain == fewer != gated
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_only_half_precision_has_tiles(dtype: torch.dtype) -> None:
     assert default_tiles(make_product(dtype=dtype)) is None
