@@ -215,7 +215,7 @@ def test_a_step_of_single_tokens_may_run_as_prefill(tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("fused")
 def test_its_graphs_are_verified_as_any_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also: a check asks for the logits that it compares."""
+    """So are those of a tail; and a check asks for the logits that it compares."""
     run, asked = GraphRunner.run, set()
 
     def run_and_note(self: GraphRunner, descriptor: Any, mode: Any, values: Any, **rest: Any) -> Any:
@@ -227,6 +227,7 @@ def test_its_graphs_are_verified_as_any_others(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(GraphSet, "has_fused_sampling", False)  # the interpreter is slow
     opened = open_engine_of(tmp_path / "model", "full", "full")
     assert opened.runner.graphs.makes_slots
+    assert opened.runner.graphs.has_tail
     report = verify_engine(opened, only_few_sizes=True)
     assert report.is_ok, str(report)
     assert asked == {(Phase.HEAD, 1), (Phase.DECODE, 1)}

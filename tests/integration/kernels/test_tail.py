@@ -16,7 +16,6 @@ from gapless.engine.build import OpenedEngine, open_engine
 from gapless.engine.core import EngineCore
 from gapless.engine.graph_set import GraphSet
 from gapless.engine.outputs import RequestOutput
-from gapless.engine.verify import verify_engine
 from gapless.graphs.context import ForwardContext, use_forward_context
 from gapless.graphs.modes import Phase
 from gapless.models import decoder
@@ -181,13 +180,6 @@ def test_the_end_of_the_last_layer_moves_to_the_heads_graph(tmp_path: Path, with
     assert tail[Phase.DECODE] == whole[Phase.DECODE]
     assert tail[Phase.PREFILL] < whole[Phase.PREFILL]
     assert tail[Phase.HEAD] - whole[Phase.HEAD] >= whole[Phase.PREFILL] - tail[Phase.PREFILL]
-
-
-def test_its_graphs_are_verified_as_any_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphSet, "has_fused_sampling", False)  # the interpreter is slow
-    opened = open_engine_of(tmp_path / "model")
-    report = verify_engine(opened, only_few_sizes=True)
-    assert report.is_ok, str(report)
 
 
 @pytest.mark.parametrize(
