@@ -85,11 +85,12 @@ def make_step(num_reqs: int, max_keys: int) -> Step:
 
 
 @pytest.mark.parametrize("num_reqs", [1, 8, 16, 32, 64, 128, 256])
-def test_no_key_of_this_step_is_read_before_it_is_there(num_reqs: int) -> None:
+def test_a_replay_reads_no_key_of_its_step_before_it_is_there(num_reqs: int) -> None:
     torch.manual_seed(num_reqs)
     max_keys = 400
     step = make_step(num_reqs, max_keys)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
         step.fill(torch.full((num_reqs,), 170, device="cuda", dtype=torch.int32))
         step.run(apart=True)
