@@ -4,8 +4,8 @@ Each case is a batch of requests of one length over a paged cache; a tiling is k
 splits, least keys of a split, and whether keys are loaded early. Every tiling must give what the rule's
 gives, within the error of its type. Times are microseconds a call, merging of splits included, medians over
 replays of a CUDA graph that holds one call for each layer, each over a cache of its own
-(``attention_kernels.py``), and ahead of it a norm of the queries, because in a step there is a small kernel
-too; that norm is included.
+(``attention_kernels.py``). As in a step, heads come from rows of the q/k/v product and are normed and rotated
+by attention; ahead of it is a norm of those rows, in the place of the product, and that norm is included.
 
     python benchmarks/decode_tiles.py --heads 16 32 [--output FILE]
 
@@ -32,6 +32,7 @@ import torch
 from attention_kernels import Case, Shape, make_case, replay_times
 
 from gapless.attention import triton_paged
+from gapless.attention.base import Rotation
 from gapless.attention.tile_rules import DecodeTile, decode_tile
 from gapless.attention.triton_paged import TritonPagedBackend
 from gapless.bench.meta import describe_run
@@ -154,6 +155,7 @@ def rule(shape: Shape, batch: int) -> DecodeTile:
         max_query_len=1,
         num_programs=batch * shape.kv_heads,
         max_keys=shape.max_model_len,
+        rotates=True,
     )
     assert tile is not None
     return tile
@@ -166,12 +168,32 @@ def fixed(tile: DecodeTile) -> Iterator[None]:
 
 
 def attend(case: Case, shape: Shape, layer: int) -> None:
-    rows = case.query_THD.flatten(1)
-    fused_rms_norm(rows, rows[0], 1e-6)
+    qkv_TC, rotation = new_heads(case, shape)
+    fused_rms_norm(qkv_TC, qkv_TC[0], 1e-6)
     caches = case.caches[layer % len(case.caches)]
-    TritonPagedBackend().attend(
-        case.query_THD, *caches, case.out_THD, case.metadata, scale=shape.head_size**-0.5, window=None
+    TritonPagedBackend().attend_rotating(
+        qkv_TC, rotation, *caches, case.out_THD, case.metadata, scale=shape.head_size**-0.5, window=None
     )
+
+
+_new_heads: dict[int, tuple[torch.Tensor, Rotation]] = {}
+
+
+def new_heads(case: Case, shape: Shape) -> tuple[torch.Tensor, Rotation]:
+    """Rows of the q/k/v product of a case, and what they are rotated by; made once."""
+    if id(case.query_THD) not in _new_heads:
+        query_THD, head_size = case.query_THD, shape.head_size
+        columns = (shape.heads + 2 * shape.kv_heads) * head_size
+        angles = torch.rand(shape.max_model_len, head_size // 2, device=query_THD.device)
+        rotation = Rotation(
+            norm_weight_GD=torch.rand(shape.heads + shape.kv_heads, head_size).to(query_THD),
+            eps=1e-6,
+            rope_P2F=torch.stack((angles.cos(), angles.sin()), 1).to(query_THD),
+            positions_T=case.metadata.seq_lens.long() - 1,
+        )
+        _new_heads.clear()
+        _new_heads[id(query_THD)] = torch.randn(len(query_THD), columns).to(query_THD), rotation
+    return _new_heads[id(case.query_THD)]
 
 
 def outcome(case: Case, shape: Shape, tile: DecodeTile) -> torch.Tensor:

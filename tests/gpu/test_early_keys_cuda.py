@@ -1,4 +1,4 @@
-"""Decode attention begins with keys of earlier steps while the kernel that makes this step's still runs."""
+"""Decode attention begins with keys of earlier steps while the product that makes this step's still runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.attention.base import AttentionMetadata
+from gapless.attention.base import AttentionMetadata, Rotation
 from gapless.attention.triton_paged import TritonPagedBackend
 from gapless.kernels.linear import small_linear
-from gapless.kernels.rope_cache import rotate_into_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +20,11 @@ ROUNDS = 30
 
 @dataclass
 class Step:
-    """A product, the write to the cache and attention, as a layer has them in a row."""
+    """A product and attention, which norms, rotates and stores its heads, as a layer has them in a row."""
 
     hidden: Tensor
     weight: Tensor
+    norm_weight: Tensor
     rope: Tensor
     positions: Tensor
     k_cache: Tensor
@@ -37,13 +37,10 @@ class Step:
         pause = torch.cuda.synchronize if apart else lambda: None
         qkv = small_linear(self.hidden, self.weight, None)
         pause()
+        rotation = Rotation(self.norm_weight, 1e-6, self.rope, self.positions)
         caches = self.k_cache, self.v_cache
-        query = rotate_into_cache(
-            qkv, None, 0.0, self.rope, self.positions, self.metadata.slot_mapping, *caches
-        )
-        pause()
-        backend = TritonPagedBackend()
-        backend.attend(query, *caches, self.out, self.metadata, scale=HEAD_SIZE**-0.5, window=None)
+        backend, scale = TritonPagedBackend(), HEAD_SIZE**-0.5
+        backend.attend_rotating(qkv, rotation, *caches, self.out, self.metadata, scale=scale, window=None)
         return self.out
 
     def fill(self, lengths: Tensor) -> None:
@@ -68,6 +65,7 @@ def make_step(num_reqs: int, max_keys: int) -> Step:
     return Step(
         hidden=torch.empty(num_reqs, HIDDEN, device="cuda").bfloat16(),
         weight=torch.randn((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN, device="cuda").bfloat16() / 32,
+        norm_weight=torch.rand(HEADS + KV_HEADS, HEAD_SIZE, device="cuda").bfloat16() + 0.5,
         rope=torch.stack((angles.cos(), angles.sin()), 1).bfloat16(),
         positions=torch.zeros(num_reqs, device="cuda", dtype=torch.int64),
         k_cache=cache[0],

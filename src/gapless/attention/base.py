@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,16 @@ class AttentionMetadata:
     """Host upper bound on ``seq_lens``: the model's maximum, never this batch's."""
 
 
+class Rotation(NamedTuple):
+    """What heads are normed and rotated by; the arguments of ``rotate_into_cache``
+    (``kernels/rope_cache.py``)."""
+
+    norm_weight_GD: Tensor | None
+    eps: float
+    rope_P2F: Tensor
+    positions_T: Tensor | None
+
+
 class AttentionBackend(Protocol):
     name: str
     support: AttentionSupport
@@ -84,6 +94,29 @@ class AttentionBackend(Protocol):
         while the kernel ahead, which stores the new ones, still runs. ``window``: a token at position p sees
         keys in ``(p - window, p]`` (Transformers' sliding window); None = all.
         """
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """A backend that norms and rotates heads itself, for some batches."""
+
+    def can_rotate(self, query_THD: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether it does for this batch; by shapes and host numbers alone."""
+
+    def attend_rotating(
+        self,
+        qkv_TC: Tensor,
+        rotation: Rotation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out_THD: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """``rotate_into_cache`` and ``attend`` at once: ``qkv`` has the rows of the merged product, columns
+        of ``H + 2K`` heads."""
 
 
 class Attention(nn.Module):
@@ -141,6 +174,20 @@ class Attention(nn.Module):
             _attend(self, query_THD, key_TKD, value_TKD, out_THD)
         return out_THD
 
+    def can_rotate(self, query_THD: Tensor) -> bool:
+        """Whether the backend can norm and rotate this step's heads itself (``attend_rotating``)."""
+        backend = self.backend
+        if self.k_cache is None or not isinstance(backend, RotatingBackend):
+            return False
+        return backend.can_rotate(query_THD, self.k_cache, get_forward_context().batch)
+
+    def attend_rotating(self, qkv_TC: Tensor, rotation: Rotation) -> Tensor:
+        """``[T, (H + 2K) * D] -> [T, H, D]``, where ``can_rotate``; keys and values go to the cache."""
+        head_size = self.caches[0].shape[3]
+        out_THD = qkv_TC.new_empty((qkv_TC.shape[0], self.num_heads, head_size))
+        _attend_rotating(self, qkv_TC, rotation, out_THD)
+        return out_THD
+
 
 _layers: weakref.WeakValueDictionary[str, Attention] = weakref.WeakValueDictionary()
 _serials = itertools.count()
@@ -171,4 +218,13 @@ def _attend(
         layer.backend.write_kv(key_TKD, value_TKD, k_cache, v_cache, metadata.slot_mapping)
     layer.backend.attend(
         query_THD, k_cache, v_cache, out_THD, metadata, scale=layer.scale, window=layer.window
+    )
+
+
+@eager_break
+def _attend_rotating(layer: Attention, qkv_TC: Tensor, rotation: Rotation, out_THD: Tensor) -> None:
+    metadata, backend = get_forward_context().batch, layer.backend
+    assert isinstance(backend, RotatingBackend)
+    backend.attend_rotating(
+        qkv_TC, rotation, *layer.caches, out_THD, metadata, scale=layer.scale, window=layer.window
     )

@@ -152,10 +152,12 @@ def decode_tile(
     max_query_len: int,
     num_programs: int,
     max_keys: int,
+    rotates: bool,
     shared_bytes: int = HOPPER_SHARED_BYTES,
 ) -> DecodeTile | None:
     """``num_programs``: requests times key/value heads, which splits multiply; ``max_keys``: what a block
-    table can hold. None where queries are too many for one tile."""
+    table can hold; ``rotates``: heads are rotated in this kernel. None where queries are too many for one
+    tile."""
     group_pad = next_power_of_2(group)
     head_bytes = _head_bytes(head_size, itemsize)
     rows = max(MIN_TILE_ROWS, group_pad * next_power_of_2(max_query_len))
@@ -164,7 +166,8 @@ def decode_tile(
     is_few = num_programs <= _ENOUGH_PROGRAMS
     is_some = _ENOUGH_PROGRAMS < num_programs < 4 * _ENOUGH_PROGRAMS
     # Measured on Hopper. Most GPUs with less shared memory have no early launch, and then there is no gain.
-    loads_early = rows == MIN_TILE_ROWS and head_bytes <= 256 and shared_bytes >= HOPPER_SHARED_BYTES
+    loads_early = rotates and rows == MIN_TILE_ROWS and head_bytes <= 256
+    loads_early &= shared_bytes >= HOPPER_SHARED_BYTES
     loads_early &= num_programs < 16 * _ENOUGH_PROGRAMS and (group <= _EARLY_GROUP or is_some)
     if rows > MIN_TILE_ROWS or head_bytes > 256:
         block_n, num_warps, num_stages = _block_n(head_bytes), 4, 3 if head_bytes > 256 else 4

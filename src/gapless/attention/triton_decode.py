@@ -7,11 +7,11 @@ leaves its running softmax in scratch memory; ``combine_splits_kernel`` merges t
 directly.
 
 Scratch is written before it is read in every launch, and nothing persists between launches. An early launch
-(``kernels/jit.py``) begins while the kernel ahead, which makes this step's keys, still runs: memory would be
-idle then. It calls keys of earlier steps into the second-level cache, and with ``LOADS_EARLY`` it loads the
-first tiles of them: the wait is inside the first round of the loop over keys, and the compiler's pipeline
-has copied what comes before it by then. So the loop leaves this step's own keys out, and they are a small
-tile of their own. Invariant: keys of earlier steps are in the cache before the first kernel of a step starts.
+(``kernels/jit.py``) begins while the kernel ahead still runs: memory would be idle then. It calls keys of
+earlier steps into the second-level cache, and with ``LOADS_EARLY`` it loads the first tiles of them: the wait
+is inside the first round of the loop over keys, and the compiler's pipeline has copied what comes before it
+by then. So the loop leaves this step's own key out, with which the softmax begins. Invariant: keys of earlier
+steps are in the cache before the first kernel of a step starts.
 
 Shapes: B requests, P packs of query heads (the heads of a key/value head), M rows of a query tile, S splits,
 N keys of a tile, D head size padded to a power of 2.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gapless.attention.decode_rotation import begin_with_new_key, load_angles
 from gapless.attention.triton_tiles import LOG2_E, attend_keys, attend_tile, clear_pad_rows, find_slots
 from gapless.kernels.jit import prefetch
 
@@ -39,10 +40,14 @@ def decode_attention_kernel(
     query_start_loc,
     seq_lens,
     block_table,
+    norm_weight_GD,
+    rope_P2F,
+    positions_T,
     num_reqs,
     num_tokens,
     min_keys,
     scale,
+    eps,
     query_stride_t,
     query_stride_h,
     out_stride_t,
@@ -62,9 +67,17 @@ def decode_attention_kernel(
     DOT_PRECISION: tl.constexpr,
     CALLED_AHEAD: tl.constexpr,
     LOADS_EARLY: tl.constexpr,
+    ROTATED_ROWS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs (key/value head, request, split). ``CALLED_AHEAD`` keys of a program are called ahead."""
+    """Programs (key/value head, request, split). ``CALLED_AHEAD`` keys of a program are called ahead.
+
+    ``ROTATED_ROWS`` > 0: a request has one query at most, and ``query`` holds the rows of the q/k/v product,
+    whose queries and keys are normed and rotated here, in tiles of so many rows (``decode_rotation.py``), and
+    whose keys and values are stored here. ``LOADS_EARLY`` only then.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
@@ -114,11 +127,14 @@ def decode_attention_kernel(
     best_M = tl.full([BLOCK_Q * GROUP_PAD], float("-inf"), dtype=tl.float32)
     total_M = tl.zeros([BLOCK_Q * GROUP_PAD], dtype=tl.float32)
     sum_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+    if ROTATED_ROWS > 0:
+        last_key = num_keys - 1
+        new_block = tl.load(table_row + last_key // BLOCK_SIZE * table_stride_m).to(tl.int64)
+        new_place = (new_block * BLOCK_SIZE + last_key % BLOCK_SIZE) * cache_stride_s
+        qkv_row = query_THD + query_start.to(tl.int64) * query_stride_t
+        place = (query_start, kv_head, tl.num_programs(0))
+        angles = load_angles(rope_P2F, positions_T, query_start, HEAD_SIZE, HEAD_PAD, HAS_POSITIONS)
     if LOADS_EARLY:
-        new_N = num_keys - num_queries + tl.arange(0, BLOCK_Q if BLOCK_Q > 16 else 16)
-        end_new = tl.where(end_key == num_keys, num_keys, 0)  # the last split has them
-        is_new = new_N < end_new
-        new_block_N = tl.load(table_row + new_N // BLOCK_SIZE * table_stride_m, mask=is_new, other=0)
         query_MD = tl.zeros([BLOCK_Q * GROUP_PAD, HEAD_PAD], dtype=query_THD.dtype.element_ty)
         slot_N = find_slots(table_row, first_key, end_early, table_stride_m, BLOCK_SIZE, BLOCK_N, True)
         # One round at least, for the wait that is in it.
@@ -134,15 +150,10 @@ def decode_attention_kernel(
             if start == first_key:
                 if EARLY:
                     tl.extra.cuda.gdc_wait()
-                query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
-                new_slot_N = new_block_N * BLOCK_SIZE + new_N % BLOCK_SIZE
-                new_ND = (new_slot_N.to(tl.int64) * cache_stride_s)[:, None] + dim[None, :]
-                is_new_ND = is_new[:, None] & is_dim
-                best_M, total_M, sum_MD = attend_tile(
-                    query_MD, best_M, total_M, sum_MD, position_M,
-                    tl.load(k_head + new_ND, mask=is_new_ND, other=0.0),
-                    tl.load(v_head + new_ND, mask=is_new_ND, other=0.0),
-                    new_N, end_new, scale * LOG2_E, WINDOW, True, DOT_PRECISION,
+                query_MD, best_M, total_M, sum_MD = begin_with_new_key(
+                    qkv_row, k_head + new_place, v_head + new_place, norm_weight_GD, rope_P2F, angles, place,
+                    eps, scale * LOG2_E, end_key == num_keys, HEAD_SIZE, HEAD_PAD, GROUP, ROTATED_ROWS,
+                    BLOCK_Q * GROUP_PAD, HAS_NORM, HAS_POSITIONS,
                 )  # fmt: skip
             best_M, total_M, sum_MD = attend_tile(
                 query_MD, best_M, total_M, sum_MD, position_M, keys_ND, values_ND, key_N, end_early,
@@ -151,7 +162,15 @@ def decode_attention_kernel(
     else:
         if EARLY:
             tl.extra.cuda.gdc_wait()
-        query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
+        if ROTATED_ROWS > 0:
+            query_MD, best_M, total_M, sum_MD = begin_with_new_key(
+                qkv_row, k_head + new_place, v_head + new_place, norm_weight_GD, rope_P2F, angles, place,
+                eps, scale * LOG2_E, end_key == num_keys, HEAD_SIZE, HEAD_PAD, GROUP, ROTATED_ROWS,
+                BLOCK_Q * GROUP_PAD, HAS_NORM, HAS_POSITIONS,
+            )  # fmt: skip
+            end_key, num_keys = end_early, end_early
+        else:
+            query_MD = tl.load(query_pointer, mask=is_element, other=0.0)
         best_M, total_M, sum_MD = attend_keys(
             query_MD, best_M, total_M, sum_MD, position_M, k_head, v_head, table_row, first_key, end_key,
             num_keys, scale * LOG2_E, cache_stride_s, table_stride_m, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, WINDOW,
@@ -168,11 +187,11 @@ def decode_attention_kernel(
         out_pointer = out_THD + token[:, None] * out_stride_t + head[:, None] * out_stride_h + dim[None, :]
         tl.store(out_pointer, result_MD.to(out_THD.dtype.element_ty), mask=is_element)
     else:
-        place = ((request * tl.num_programs(0) + kv_head) * num_splits + split).to(tl.int64)
-        place = place * (BLOCK_Q * GROUP_PAD)
-        tl.store(stat_BPS2M + 2 * place + row, best_M, mask=is_row)
-        tl.store(stat_BPS2M + 2 * place + BLOCK_Q * GROUP_PAD + row, total_M, mask=is_row)
-        part = part_BPSMD + (place + row)[:, None] * HEAD_PAD + dim[None, :]
+        first = ((request * tl.num_programs(0) + kv_head) * num_splits + split).to(tl.int64)
+        first = first * (BLOCK_Q * GROUP_PAD)
+        tl.store(stat_BPS2M + 2 * first + row, best_M, mask=is_row)
+        tl.store(stat_BPS2M + 2 * first + BLOCK_Q * GROUP_PAD + row, total_M, mask=is_row)
+        part = part_BPSMD + (first + row)[:, None] * HEAD_PAD + dim[None, :]
         tl.store(part, sum_MD, mask=is_element)
 
 

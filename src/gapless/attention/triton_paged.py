@@ -13,22 +13,18 @@ The kernels and their numbering of tiles are in ``triton_kernels.py``; long pref
 
 from __future__ import annotations
 
-import functools
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-
-import torch
 from torch import Tensor
 
-from gapless.attention.base import AttentionMetadata
+from gapless.attention.base import AttentionMetadata, Rotation
 from gapless.attention.hopper_prefill import can_run_hopper, prefill_hopper
 from gapless.attention.tile_rules import DecodeTile, PrefillTile, decode_tile, hopper_tile, prefill_tile
+from gapless.attention.triton_launch import Fixed, launch_decode, paged_kernels, prefill_constants
 from gapless.env import read_env
 from gapless.errors import ConfigError
 from gapless.graphs.modes import AttentionSupport, GraphMode
 from gapless.graphs.ops import direct, register_custom_op
-from gapless.kernels.launch import Constants, launch
-from gapless.kernels.select import launch_options, next_power_of_2, shared_memory_bytes
+from gapless.kernels.launch import launch
+from gapless.kernels.select import next_power_of_2, shared_memory_bytes
 
 MAX_HEAD_SIZE = 256
 _SPARE_TILES = 16
@@ -45,7 +41,7 @@ class TritonPagedBackend:
     preferred: GraphMode | None = GraphMode.FULL
 
     def __init__(self) -> None:
-        _kernels()
+        paged_kernels()
 
     def write_kv(
         self, key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
@@ -76,6 +72,41 @@ class TritonPagedBackend:
             window,
         )
 
+    def can_rotate(self, query_THD: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> bool:
+        is_one_each = metadata.max_query_len == 1
+        return (
+            is_one_each
+            and _rotating_tile(query_THD, k_cache, metadata.seq_lens, metadata.block_table) is not None
+        )
+
+    def attend_rotating(
+        self,
+        qkv_TC: Tensor,
+        rotation: Rotation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out_THD: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        _rotating_attention(
+            qkv_TC,
+            rotation.norm_weight_GD,
+            rotation.eps,
+            rotation.rope_P2F,
+            rotation.positions_T,
+            k_cache,
+            v_cache,
+            out_THD,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            scale,
+            window,
+        )
+
 
 @register_custom_op(mutates_args=["k_cache", "v_cache"])
 def triton_write_kv(
@@ -102,7 +133,7 @@ def triton_write_kv(
         "BLOCK_SIZE": k_cache.shape[1],
         "ROW_PAD": next_power_of_2(num_kv_heads * head_size),
     }
-    launch(_kernels().write_kv_kernel, (num_tokens,), args, constants)
+    launch(paged_kernels().write_kv_kernel, (num_tokens,), args, constants)
 
 
 @register_custom_op(mutates_args=["out_THD"])
@@ -119,31 +150,14 @@ def triton_paged_attention(
     window: int | None,
 ) -> None:
     """Causal attention over the paged cache; the contract is ``AttentionBackend.attend``."""
-    _check_layout(query_THD, out_THD, k_cache, v_cache)
-    if not scale > 0:
-        raise ConfigError(f"triton_paged needs a positive scale, not {scale}")
+    _check(query_THD, out_THD, k_cache, v_cache, scale)
     num_tokens, num_heads, head_size = query_THD.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
     if num_tokens == 0:
         return
     group = num_heads // num_kv_heads
-    arguments = (
-        num_reqs,
-        num_tokens,
-        scale,
-        *query_THD.stride()[:2],
-        *out_THD.stride()[:2],
-        *k_cache.stride()[1:3],
-        *block_table.stride(),
-    )
-    fixed = _Fixed(
-        head_size=head_size,
-        group=group,
-        block_size=k_cache.shape[1],
-        window=window or 0,
-        dtype=query_THD.dtype,
-        device=query_THD.device,
-    )
+    arguments = _arguments(query_THD, k_cache, out_THD, seq_lens, block_table, scale)
+    fixed = _fixed(query_THD, k_cache, window)
     tensors = (query_THD, k_cache, v_cache, out_THD)
     batch = (query_start_loc, seq_lens, block_table)
     shared_bytes = shared_memory_bytes(query_THD.device)
@@ -154,11 +168,12 @@ def triton_paged_attention(
         max_query_len=max_query_len,
         num_programs=num_reqs * num_kv_heads,
         max_keys=block_table.shape[1] * k_cache.shape[1],
+        rotates=False,
         shared_bytes=shared_bytes,
     )
     # A small prefill bucket has a slot per token; nearly all of them are empty.
     if decode is not None and num_reqs * max_query_len <= num_tokens <= num_reqs * decode.block_q:
-        _decode(decode, max_query_len, tensors, batch, arguments, fixed)
+        launch_decode(decode, max_query_len, tensors, batch, arguments, fixed)
         return
     size = {"group": group, "head_size": head_size, "itemsize": query_THD.element_size()}
     hopper = hopper_tile(
@@ -176,7 +191,91 @@ def triton_paged_attention(
         _prefill(tile, tensors, batch, arguments, fixed)
 
 
+@register_custom_op(mutates_args=["k_cache", "v_cache", "out_THD"])
+def triton_rotating_attention(
+    qkv_TC: Tensor,
+    norm_weight_GD: Tensor | None,
+    eps: float,
+    rope_P2F: Tensor,
+    positions_T: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_THD: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    """``rotate_into_cache`` and ``triton_paged_attention`` in one kernel, for batches of one token a request
+    (``TritonPagedBackend.can_rotate``). Pad tokens are stored nowhere."""
+    query_THD = qkv_TC.unflatten(1, (-1, k_cache.shape[3]))[:, : out_THD.shape[1]]
+    _check(query_THD, out_THD, k_cache, v_cache, scale)
+    if qkv_TC.shape[0] == 0:
+        return
+    tile = _rotating_tile(query_THD, k_cache, seq_lens, block_table)
+    if tile is None or not rope_P2F.is_contiguous():
+        raise ConfigError("rotating attention needs one token a request, heads of an even size and one dtype")
+    launch_decode(
+        tile,
+        1,
+        (query_THD, k_cache, v_cache, out_THD),
+        (query_start_loc, seq_lens, block_table),
+        _arguments(query_THD, k_cache, out_THD, seq_lens, block_table, scale),
+        _fixed(query_THD, k_cache, window),
+        Rotation(norm_weight_GD, eps, rope_P2F, positions_T),
+    )
+
+
 _write_kv, _paged_attention = direct(triton_write_kv), direct(triton_paged_attention)
+_rotating_attention = direct(triton_rotating_attention)
+
+
+def _rotating_tile(
+    query_THD: Tensor, k_cache: Tensor, seq_lens: Tensor, block_table: Tensor
+) -> DecodeTile | None:
+    """Of a batch with one token a request; None where heads are rotated by a kernel of their own."""
+    num_tokens, num_heads, head_size = query_THD.shape
+    num_reqs, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
+    tile = decode_tile(
+        group=num_heads // num_kv_heads,
+        head_size=head_size,
+        itemsize=query_THD.element_size(),
+        max_query_len=1,
+        num_programs=num_reqs * num_kv_heads,
+        max_keys=block_table.shape[1] * k_cache.shape[1],
+        rotates=True,
+        shared_bytes=shared_memory_bytes(query_THD.device),
+    )
+    is_even = head_size % 2 == 0 and query_THD.dtype == k_cache.dtype
+    if tile is None or not is_even or not num_reqs <= num_tokens <= num_reqs * tile.block_q:
+        return None
+    return tile
+
+
+def _arguments(
+    query_THD: Tensor, k_cache: Tensor, out_THD: Tensor, seq_lens: Tensor, block_table: Tensor, scale: float
+) -> tuple[int | float, ...]:
+    return (
+        seq_lens.shape[0],
+        query_THD.shape[0],
+        scale,
+        *query_THD.stride()[:2],
+        *out_THD.stride()[:2],
+        *k_cache.stride()[1:3],
+        *block_table.stride(),
+    )
+
+
+def _fixed(query_THD: Tensor, k_cache: Tensor, window: int | None) -> Fixed:
+    return Fixed(
+        head_size=query_THD.shape[2],
+        group=query_THD.shape[1] // k_cache.shape[2],
+        block_size=k_cache.shape[1],
+        window=window or 0,
+        dtype=query_THD.dtype,
+        device=query_THD.device,
+    )
 
 
 def _prefill(
@@ -184,11 +283,11 @@ def _prefill(
     tensors: tuple[Tensor, ...],
     batch: tuple[Tensor, ...],
     arguments: tuple[int | float, ...],
-    fixed: _Fixed,
+    fixed: Fixed,
 ) -> None:
     args = (*tensors, *batch, *arguments)
     grid = _prefill_grid(tile, tensors[0], batch[1])
-    launch(_kernels().prefill_attention_kernel, grid, args, _prefill_constants(tile, fixed))
+    launch(paged_kernels().prefill_attention_kernel, grid, args, prefill_constants(tile, fixed))
 
 
 def _prefill_grid(tile: PrefillTile, query_THD: Tensor, seq_lens: Tensor) -> tuple[int, int]:
@@ -199,98 +298,10 @@ def _prefill_grid(tile: PrefillTile, query_THD: Tensor, seq_lens: Tensor) -> tup
     return num_heads // tile.pack, min(max(num_tiles, 1), _MOST_TILES)
 
 
-def _decode(
-    tile: DecodeTile,
-    max_query_len: int,
-    tensors: tuple[Tensor, ...],
-    batch: tuple[Tensor, ...],
-    arguments: tuple[int | float, ...],
-    fixed: _Fixed,
-) -> None:
-    query_THD, k_cache, _, out_THD = tensors
-    num_heads, num_kv_heads = query_THD.shape[1], k_cache.shape[2]
-    query_start_loc, seq_lens, _ = batch
-    num_reqs = seq_lens.shape[0]
-    num_rows = tile.block_q * next_power_of_2(fixed.group)
-    # With one split nothing is stored in them, and any tensor will do. Scratch comes from the graph's pool.
-    part = stat = seq_lens
-    if tile.num_splits > 1:
-        shape = (num_reqs, num_kv_heads, tile.num_splits)
-        part = query_THD.new_empty((*shape, num_rows, _head_pad(fixed.head_size)), dtype=torch.float32)
-        stat = query_THD.new_empty((*shape, 2, num_rows), dtype=torch.float32)
-    kernels = _kernels()
-    constants, combine_constants = _decode_constants(tile, fixed)
-    args = (*tensors, part, stat, *batch, *arguments[:2], tile.min_keys, *arguments[2:])
-    launch(kernels.decode_attention_kernel, (num_kv_heads, num_reqs, tile.num_splits), args, constants)
-    if tile.num_splits > 1:
-        sizes = (tile.num_splits, tile.min_keys, *out_THD.stride()[:2])
-        launch(
-            kernels.combine_splits_kernel,
-            (num_heads, num_reqs, max_query_len),
-            (part, stat, out_THD, query_start_loc, seq_lens, *sizes),
-            combine_constants,
-        )
-
-
-class _Fixed(NamedTuple):
-    """What the kernels are compiled for, apart from their tiles."""
-
-    head_size: int
-    group: int
-    block_size: int
-    window: int
-    """0: none."""
-    dtype: torch.dtype
-    device: torch.device
-
-
-@functools.lru_cache(maxsize=4096)
-def _prefill_constants(tile: PrefillTile, fixed: _Fixed) -> Constants:
-    return Constants(
-        **_heads(fixed),
-        **_lookups(fixed),
-        PACK=tile.pack,
-        BLOCK_Q=tile.block_q,
-        BLOCK_N=tile.block_n,
-        SPLIT_LOOP=tile.split_loop,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _decode_constants(tile: DecodeTile, fixed: _Fixed) -> tuple[Constants, Constants]:
-    """Of the kernel itself, and of the one that merges splits."""
-    group_pad = next_power_of_2(fixed.group)
-    shared = {**_heads(fixed), "GROUP_PAD": group_pad, "BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n}
-    decode = Constants(
-        **shared,
-        **_lookups(fixed),
-        CALLED_AHEAD=tile.called_ahead,
-        LOADS_EARLY=tile.loads_early,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return decode, Constants(**shared, SPLITS_PAD=next_power_of_2(tile.num_splits))
-
-
-def _heads(fixed: _Fixed) -> dict[str, Any]:
-    return {
-        "HEAD_SIZE": fixed.head_size,
-        "HEAD_PAD": _head_pad(fixed.head_size),
-        "GROUP": fixed.group,
-        "WINDOW": fixed.window,
-        **launch_options(fixed.device),
-    }
-
-
-def _lookups(fixed: _Fixed) -> dict[str, Any]:
-    precision = "ieee" if fixed.dtype == torch.float32 else "tf32"
-    return {"BLOCK_SIZE": fixed.block_size, "DOT_PRECISION": precision}
-
-
-def _head_pad(head_size: int) -> int:
-    return max(next_power_of_2(head_size), 16)
+def _check(query_THD: Tensor, out_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> None:
+    _check_layout(query_THD, out_THD, k_cache, v_cache)
+    if not scale > 0:
+        raise ConfigError(f"triton_paged needs a positive scale, not {scale}")
 
 
 def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -319,19 +330,3 @@ def _check_layout(new_THD: Tensor, other_THD: Tensor, k_cache: Tensor, v_cache: 
 
 def _is_interpreted() -> bool:
     return read_env().triton_interpret
-
-
-@functools.cache
-def _kernels() -> SimpleNamespace:
-    try:
-        from gapless.attention import triton_decode, triton_kernels
-    except ImportError as error:
-        raise ConfigError(
-            f"attention backend triton_paged needs Triton, which cannot be imported ({error}); install triton"
-        ) from error
-    return SimpleNamespace(
-        write_kv_kernel=triton_kernels.write_kv_kernel,
-        prefill_attention_kernel=triton_kernels.prefill_attention_kernel,
-        decode_attention_kernel=triton_decode.decode_attention_kernel,
-        combine_splits_kernel=triton_decode.combine_splits_kernel,
-    )

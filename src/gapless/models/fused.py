@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from gapless.attention.base import Rotation
 from gapless.env import read_env
 from gapless.graphs.context import get_forward_context, in_short_warm_up
 from gapless.graphs.ops import direct
@@ -221,11 +222,12 @@ def _attention(
         value_TKD = qkv_TC.unflatten(1, (-1, attention.head_size))[:, num_heads + num_kv_heads :]
         return attention.core(rotated_TGD[:, :num_heads], rotated_TGD[:, num_heads:], value_TKD)
     # The slots are a static buffer, so a captured kernel finds each step's own ones there.
+    core = attention.core
+    if core.can_rotate(qkv_TC.unflatten(1, (-1, attention.head_size))[:, : attention.num_heads]):
+        return core.attend_rotating(qkv_TC, Rotation(weight_HD, eps, rope_P2F, positions_T))
     slot_mapping_T = get_forward_context().batch.slot_mapping
-    query_THD = rotate_into_cache(
-        qkv_TC, weight_HD, eps, rope_P2F, positions_T, slot_mapping_T, *attention.core.caches
-    )
-    return attention.core(query_THD)
+    query_THD = rotate_into_cache(qkv_TC, weight_HD, eps, rope_P2F, positions_T, slot_mapping_T, *core.caches)
+    return core(query_THD)
 
 
 def activated(gate_up: Linear, hidden_TE: Tensor) -> Tensor:

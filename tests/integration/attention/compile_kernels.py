@@ -19,6 +19,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from gapless.attention import hopper_kernel, hopper_prefill, triton_decode, triton_kernels, triton_varlen
 from gapless.attention.tile_rules import DecodeTile, decode_tile, encoder_tile, hopper_tile, prefill_tile
+from gapless.attention.triton_launch import rotated_rows
 from gapless.kernels.select import next_power_of_2
 
 _SEGMENTS = ("cu_seqlens", "cu_seqlens_kk")
@@ -39,8 +40,10 @@ def compile_kernel(
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name == "scale":
+        elif name in ("scale", "eps"):
             signature[name] = "fp32"
+        elif name == "positions_T":
+            signature[name] = "*i64"
         elif name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", *_SEGMENTS):
             signature[name] = "*i32"
         elif name.startswith(("part_", "stat_")):
@@ -48,7 +51,7 @@ def compile_kernel(
         elif name.endswith("_cache") and "PAGE_ROWS" in constants:
             layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
             signature[name] = f"tensordesc<{_TYPE_NAMES[dtype]}[{constants['PAGE_ROWS']}, 64],{layout!r}>"
-        elif name.endswith(("_THD", "_TKD", "_SHD", "_cache")):
+        elif name.endswith(("_THD", "_TKD", "_SHD", "_cache", "_GD", "_P2F")):
             signature[name] = "*" + _TYPE_NAMES[dtype]
     places = {name: index for index, name in enumerate(kernel.arg_names)}
     aligned = [n for n, kind in signature.items() if kind.startswith("*") or "stride" in n]
@@ -66,6 +69,8 @@ def compile_kernel(
         assembly = disassemble(compiled.asm["cubin"], Path(folder))
     unwritten = unwritten_registers(assembly)
     assert not unwritten, f"{kernel.__name__} {constants} {options}: {unwritten}"
+    if "ROTATED_ROWS" in constants:
+        assert "STL" not in assembly, f"{constants} {options}: registers spill"
     if constants.get("CALLED_AHEAD") and constants["EARLY"]:
         ptx = compiled.asm["ptx"]
         last_wait = ptx.rfind("griddepcontrol.wait")  # there is another one for programs without keys
@@ -133,11 +138,17 @@ def compile_paged(
         print(compile_kernel(kernel, dtype, constants, options, capability=capability))
 
     kernel = triton_decode.decode_attention_kernel
-    for num_programs in (8, 64, 256):  # one request's small tile, the largest there is, one that loads early
-        decode = decode_tile(**size, max_query_len=1, num_programs=num_programs, max_keys=8192)
+    # One request's small tile, the largest there is, one that loads early, one of a warp; without a rotation.
+    for num_programs, rotates in ((8, True), (64, True), (256, True), (1024, True), (64, False)):
+        decode = decode_tile(
+            **size, max_query_len=1, num_programs=num_programs, max_keys=8192, rotates=rotates
+        )
         assert decode is not None
         constants = {**both, **decode_constants(decode, group), "CALLED_AHEAD": decode.called_ahead}
         constants["LOADS_EARLY"] = decode.loads_early
+        rows = decode.block_q * constants["GROUP_PAD"]
+        constants["ROTATED_ROWS"] = rotated_rows(decode, rows, constants["GROUP_PAD"]) if rotates else 0
+        constants["HAS_NORM"] = constants["HAS_POSITIONS"] = rotates
         options = {"num_warps": decode.num_warps, "num_stages": decode.num_stages}
         print(compile_kernel(kernel, dtype, constants, options, capability=capability))
     return decode

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gapless.attention.torch_reference import torch_paged_attention, torch_write_kv
-from gapless.attention.triton_paged import triton_paged_attention, triton_write_kv
+from gapless.attention.triton_paged import triton_paged_attention, triton_rotating_attention, triton_write_kv
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are not interpreted")
 
@@ -51,6 +51,21 @@ def test_triton_attention(num_tokens: int, max_query_len: int, window: int | Non
     arguments = (*paged(num_tokens), max_query_len, 0.25, window)
     with torch.no_grad():
         torch.library.opcheck(triton_paged_attention, arguments, test_utils=UTILITIES)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("num_reqs", [0, 2])
+def test_rotating_attention(num_reqs: int, has_norm: bool) -> None:
+    qkv = torch.randn(num_reqs, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
+    weight = torch.randn(HEADS + KV_HEADS, HEAD_SIZE) if has_norm else None
+    rope, positions = torch.randn(9, 2, HEAD_SIZE // 2), torch.arange(num_reqs) + 3
+    out = torch.full((num_reqs, HEADS, HEAD_SIZE), 7.0)
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32)
+    table = torch.arange(num_reqs * 2, dtype=torch.int32).view(num_reqs, 2)
+    batch = starts, positions.int() + 1, table
+    arguments = (qkv, weight, 1e-6, rope, positions, *caches(), out, *batch, 0.25, None)
+    with torch.no_grad():
+        torch.library.opcheck(triton_rotating_attention, arguments, test_utils=UTILITIES)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 def use_splits(
     monkeypatch: pytest.MonkeyPatch, num_splits: int, *, group: int, query_len: int = 1, block_n: int = 16
 ) -> None:
-    """Decode with ``num_splits`` splits whatever the shapes; keys are loaded as the case says."""
+    """Decode with ``num_splits`` splits whatever the shapes."""
     group_pad = 1 << (group - 1).bit_length()
     block_q = max(16 // group_pad, 1 << (query_len - 1).bit_length())
     tile = DecodeTile(
@@ -38,7 +37,7 @@ def use_splits(
         num_splits=num_splits,
         min_keys=block_n,
         called_ahead=16,
-        loads_early=_loads_early,
+        loads_early=False,
     )
     monkeypatch.setattr(triton_paged, "decode_tile", lambda **_: tile)
     monkeypatch.delattr(triton_paged, "_prefill")
@@ -59,15 +58,6 @@ def check(requests: list[tuple[int, int]], *, window: int | None = None, **optio
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     assert (out[batch.num_real_tokens :] == 0).all()
     return out
-
-
-_loads_early = False
-
-
-@pytest.fixture(params=[False, True], ids=["behind the wait", "early"], autouse=True)
-def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every case runs with both loops over keys."""
-    monkeypatch.setattr(sys.modules[__name__], "_loads_early", request.param)
 
 
 @pytest.fixture(autouse=True)
