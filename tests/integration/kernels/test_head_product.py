@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_cases import HALVES, TILES, assert_picks, make_head, run_head, tied_head
 from tiny_engines import generate, open_engine_of
 from torch import Tensor
 
 from gapless.engine.graph_set import INVALID_TOKEN
-from gapless.kernels import head_product, head_tiles
+from gapless.kernels import head_product
 from gapless.kernels.head_product import head_greedy, launch_head
 from gapless.kernels.head_tiles import HeadTiles
 from gapless.models import decoder, layers
+from head_cases import HALVES, TILES, assert_picks, make_head, run_head, tied_head
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -53,6 +53,7 @@ def test_a_nan_of_either_sign_makes_its_row_invalid_and_no_other(dtype: torch.dt
     assert (run_head(hidden, weight, tiles=TILES[1])[1] == INVALID_TOKEN).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of infinity times zero, in rows that are padding
 @pytest.mark.parametrize("dtype", HALVES)
 def test_infinite_logits_are_compared_as_numbers(dtype: torch.dtype) -> None:
     hidden, weight = torch.zeros(3, 64, dtype=dtype), torch.zeros(70, 64, dtype=dtype)
@@ -126,8 +127,3 @@ def test_graphs_equal_padded_eager_and_draw_what_two_steps_draw(
     with opened.runner.padded_eager():
         assert generate(opened) == expected
     assert torch.equal(opened.runner._graphs.logits, logits), "the last step's logits are bit-equal"
-
-
-def test_a_key_has_room_for_every_place_of_a_tile() -> None:
-    for num_rows in (2, 16, 32, 64, 128, 256):
-        assert head_tiles.default_head_tiles(num_rows).block_o <= 8192
