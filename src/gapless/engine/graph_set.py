@@ -39,6 +39,7 @@ from gapless.graphs.modes import Phase, Strategy
 from gapless.graphs.runner import GraphRunner, OutputField
 from gapless.graphs.store import GraphStore
 from gapless.kernels.head import finish_greedy
+from gapless.kernels.head_product import head_greedy
 from gapless.kernels.sample import MAX_VOCAB_SIZE, draw_tokens
 from gapless.kernels.step_arrays import write_step_arrays
 from gapless.models.base import CausalModel, ModelInfo
@@ -393,8 +394,12 @@ class GraphSet:
             num_rows = hidden_RE.shape[0]
             logits_RV, tokens_R = self.logits[:num_rows], self.tokens[:num_rows]
             needs_logits_1 = views[NEEDS_LOGITS.name]
-            raw_RV = self._model.raw_logits(hidden_RE)
-            finish_greedy(raw_RV, logits_RV, tokens_R, needs_logits_1, INVALID_TOKEN)
+            outputs = (logits_RV, tokens_R, needs_logits_1, INVALID_TOKEN)
+            weight_VE = self._model.head_rows
+            if weight_VE is not None:
+                head_greedy(hidden_RE, weight_VE, *outputs)
+            else:
+                finish_greedy(self._model.raw_logits(hidden_RE), *outputs)
             return logits_RV, tokens_R
         logits_RV = self._model.head(hidden_RE)
         return logits_RV, greedy_or_invalid(logits_RV)

@@ -36,20 +36,31 @@ def finish_greedy(
     num_chunks = -(-size // tile)
     best_RC = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=raw_RV.device)
     index_RC = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=raw_RV.device)
-    options = launch_options(raw_RV.device)
     launch(
         kernels().best_of_chunk_kernel,
         (num_rows, num_chunks),
         (raw_RV, logits_RV, needs_logits_1, best_RC, index_RC, raw_RV.stride(0), logits_RV.stride(0)),
-        {"SIZE": size, "TILE": tile, "num_warps": min(max(tile // 256, 1), 8), **options},
+        {
+            "SIZE": size,
+            "TILE": tile,
+            "num_warps": min(max(tile // 256, 1), 8),
+            **launch_options(raw_RV.device),
+        },
     )
+    pick_best(best_RC, index_RC, tokens_R, invalid)
+
+
+def pick_best(best_RC: Tensor, index_RC: Tensor, tokens_R: Tensor, invalid: int) -> None:
+    """``tokens_R`` (int64) = the index (int32) of each row's best chunk (float32), the first among equals, or
+    ``invalid`` where one is NaN. Both are contiguous; neither ``R`` nor ``C`` is 0."""
+    num_rows, num_chunks = best_RC.shape
     chunks_pad = next_power_of_2(num_chunks)
     constants = {
         "INVALID": invalid,
         "NUM_CHUNKS": num_chunks,
         "CHUNKS_PAD": chunks_pad,
         "num_warps": min(max(chunks_pad // 256, 1), 8),
-        **options,
+        **launch_options(best_RC.device),
     }
     launch(kernels().best_of_row_kernel, (num_rows,), (best_RC, index_RC, tokens_R), constants)
 

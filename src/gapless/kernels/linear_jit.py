@@ -130,14 +130,63 @@ def tile_kernel(
         row_O = row_O // 2 + row_O % 2 * num_out
     else:
         is_row_O = row_O < num_out
-    token_T = tl.arange(0, TOKENS_PAD)
-    column_I = tl.arange(0, BLOCK_I)
     NUM_COLUMNS: tl.constexpr = NUM_IN // PARTS
     if PARTS > 1:
         part = tl.program_id(1)
         x_TI += part * NUM_COLUMNS
         weight_OI += part * NUM_COLUMNS
         out_TO += part.to(tl.int64) * num_tokens * num_out
+    if HAS_BIAS:
+        bias = tl.load(bias_O + row_O[:, None], mask=is_row_O[:, None], other=0.0).to(tl.float32)
+    sum_OT = multiply_tile(
+        x_TI,
+        weight_OI,
+        row_O,
+        is_row_O,
+        2 * num_out - 1 if IS_GATED else num_out - 1,
+        x_stride_t,
+        weight_stride_o,
+        num_tokens,
+        NUM_COLUMNS,
+        TOKENS_PAD,
+        BLOCK_O,
+        BLOCK_I,
+        SPLIT,
+        NUM_EARLY,
+        PREFETCH,
+        EARLY,
+    )
+    if HAS_BIAS:
+        sum_OT += bias
+    _store(sum_OT, out_TO, num_out, num_tokens, TOKENS_PAD, BLOCK_O, IS_GATED)
+
+
+@triton.jit
+def multiply_tile(
+    x_TI,
+    weight_OI,
+    row_O,
+    is_row_O,
+    last_row,
+    x_stride_t,
+    weight_stride_o,
+    num_tokens,
+    NUM_COLUMNS: tl.constexpr,
+    TOKENS_PAD: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """``[BLOCK_O, TOKENS_PAD]`` in float32: rows ``row_O`` of the weights, those with ``is_row_O``, times the
+    first ``num_tokens`` rows of ``x``, over ``NUM_COLUMNS`` columns; zeros elsewhere.
+
+    Weights are asked for as ``tile_kernel`` says, and ``x`` behind the wait, which is in here.
+    """
+    token_T = tl.arange(0, TOKENS_PAD)
+    column_I = tl.arange(0, BLOCK_I)
     if SPLIT > 1:
         start_S = tl.arange(0, SPLIT) * BLOCK_I
         column_left = start_S[:, None, None] + column_I[None, None, :]
@@ -159,10 +208,7 @@ def tile_kernel(
     if EARLY and PREFETCH > 0:
         line = tl.arange(0, PREFETCH // 64) * 64 + NUM_EARLY * STEP
         line = tl.minimum(line, NUM_COLUMNS - 1)[None, :]
-        last_row = 2 * num_out - 1 if IS_GATED else num_out - 1
         prefetch(weight_OI + tl.minimum(row_O, last_row).to(tl.int64)[:, None] * weight_stride_o + line)
-    if HAS_BIAS:
-        bias = tl.load(bias_O + row_O[:, None], mask=is_row_O[:, None], other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     x = x_TI + token * x_stride_t + column_right
@@ -176,10 +222,7 @@ def tile_kernel(
         late = tl.load(weight + start, mask=is_row & (column_left + start < NUM_COLUMNS), other=0.0)
         x_late = tl.load(x + start, mask=is_token & (column_right + start < NUM_COLUMNS), other=0.0)
         total = tl.dot(late, x_late, total)
-    sum_OT = tl.sum(total, 0) if SPLIT > 1 else total
-    if HAS_BIAS:
-        sum_OT += bias
-    _store(sum_OT, out_TO, num_out, num_tokens, TOKENS_PAD, BLOCK_O, IS_GATED)
+    return tl.sum(total, 0) if SPLIT > 1 else total
 
 
 @triton.jit

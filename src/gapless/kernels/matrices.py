@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gapless.kernels.gated_product import can_run_gated, is_aligned
+from gapless.kernels.head_product import compile_head
 from gapless.kernels.launch import compiling_ahead
 from gapless.kernels.linear import gated_product, launch_product, product_of
 from gapless.kernels.linear_choice import choose
@@ -41,13 +42,16 @@ class Matrices:
             num_tokens *= 2
 
 
-def compile_products(matrices: Iterable[Matrices]) -> None:
-    """Compile every kernel that these products will ask for, side by side: one after another, at their first
-    launches, they would take seconds of every start that does not find them in Triton's own store."""
+def compile_products(matrices: Iterable[Matrices], head_VE: Tensor | None = None) -> None:
+    """Compile every kernel that these products will ask for, and ``head_greedy`` with ``head_VE``, side by
+    side: one after another, at their first launches, they would take seconds of every start that does not
+    find them in Triton's own store."""
     with compiling_ahead():
         for group in matrices:
             for product in group.products():
                 _launch(group, product)
+        if head_VE is not None:
+            compile_head(head_VE)
 
 
 def _launch(group: Matrices, product: Product) -> None:

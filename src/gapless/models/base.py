@@ -105,5 +105,10 @@ class CausalModel(Protocol):
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """``[R, E] -> [R, V]`` logits in the model's dtype."""
 
+    @property
+    def head_rows(self) -> Tensor | None:
+        """``[V, E]``, or more rows, where ``raw_logits`` is the product with them alone, made here and on
+        fused kernels; else None."""
+
     def attention_layers(self) -> list:
         """The ``Attention`` modules in layer order."""

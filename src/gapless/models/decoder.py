@@ -223,6 +223,13 @@ class Decoder(nn.Module):
         linear = fused_linear if self.has_fused_kernels else Linear.__call__
         return gather_columns(linear(self.lm_head, hidden_RE), self.info.vocab_size, self.shard)
 
+    @property
+    def head_rows(self) -> Tensor | None:
+        """``[V, E]``, or more rows, where ``raw_logits`` is the product with them alone, made here and on
+        fused kernels; else None: ranks hold parts, packed weights or a bias are ``raw_logits``' to know."""
+        is_plain = self.has_fused_kernels and self.shard.is_whole and self.lm_head.bias is None
+        return self.lm_head.weight if is_plain else None
+
     def forward(self, input_ids_T: Tensor, positions: Tensor) -> Tensor:
         """Logits of every token; the engine calls the three parts instead."""
         return self.head(self.layers(self.embed(input_ids_T), positions))

@@ -54,7 +54,7 @@ def prepare_products(model: Decoder) -> None:
         from gapless.kernels.linear_tuner import tune_products
 
         tune_products(matrices)
-    compile_products(matrices)
+    compile_products(matrices, None if model.info.is_pooling else model.head_rows)
 
 
 def fused_layers(

@@ -82,9 +82,9 @@ class Launcher:
         return launch
 
 
-def compile_launch(
+def compiled_for(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int
-) -> dict[str, Any]:
+) -> Any:
     signature: dict[str, str] = {}
     aligned = []
     for name, value in zip(kernel.arg_names, args, strict=False):
@@ -107,7 +107,13 @@ def compile_launch(
         attrs={(places[name],): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_launch(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int
+) -> dict[str, Any]:
+    compiled = compiled_for(kernel, args, constants, num_warps, num_stages)
     ptx = compiled.asm["ptx"]
     accesses = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
     before_wait = ptx.partition("griddepcontrol.wait")[0]

@@ -20,6 +20,7 @@ from gapless.graphs.op_schema import NAMESPACE
 from gapless.kernels import sample
 from gapless.kernels.activation import fused_silu_mul
 from gapless.kernels.head import finish_greedy
+from gapless.kernels.head_product import head_greedy
 from gapless.kernels.layer_norm import fused_add_layer_norm
 from gapless.kernels.linear import gate_up_silu, small_linear
 from gapless.kernels.media import embed_media, fused_add_media_rms_norm
@@ -171,6 +172,13 @@ CASES: dict[str, tuple[Any, Callable[[Rows, int], tuple[Any, ...]]]] = {
     "finish_greedy without logits": (
         finish_greedy,
         lambda rows, t: (rows(t, 50), torch.zeros(t, 50), tokens(t), torch.zeros(1, dtype=torch.int32), -1),
+    ),
+    "head_greedy": (
+        head_greedy,
+        lambda rows, t: (
+            rows(t, 12), torch.randn(50, 12), torch.zeros(t, 50), tokens(t),
+            torch.ones(1, dtype=torch.int32), -1,
+        ),
     ),
     "draw_tokens": (
         draw_tokens,

@@ -124,5 +124,5 @@ def test_graphs_equal_padded_eager_and_draw_what_unfused_ones_draw(
     if strategy == "full":
         store = opened.runner._graphs.store
         programs = [store.get(row.key).program for row in store.ledger if row.key.phase is Phase.DECODE]
-        # A layer is six operators, of which two are a product and its norm; three lie around the layers.
-        assert {program.num_nodes for program in programs} == {6 * CONFIG["num_hidden_layers"] + 3}
+        # A layer is six operators, of which two are a product and its norm; two lie around the layers.
+        assert {program.num_nodes for program in programs} == {6 * CONFIG["num_hidden_layers"] + 2}

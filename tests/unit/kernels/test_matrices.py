@@ -10,7 +10,8 @@ import pytest
 import torch
 from product_shapes import GEMV, PARTS, TILE
 
-from gapless.kernels import linear, linear_tuner, matrices, norm
+from gapless.kernels import head, head_product, linear, linear_tuner, matrices, norm
+from gapless.kernels.head_tiles import default_head_tiles
 from gapless.kernels.matrices import Matrices, compile_products
 from gapless.models import fused
 from gapless.models.layers import Linear
@@ -63,11 +64,11 @@ def test_a_loaded_model_times_its_products_only_when_asked(
     asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GAPLESS_TUNE_LINEAR", "1" if asked else "0")
-    calls: list[tuple[str, list[tuple[int, bool, bool]]]] = []
+    calls: list[tuple[object, ...]] = []
 
-    def note(name: str) -> Callable[[list[Matrices]], None]:
-        return lambda groups: calls.append(
-            (name, [(len(g.weights), g.is_gated, g.is_summed) for g in groups])
+    def note(name: str) -> Callable[..., None]:
+        return lambda groups, *heads: calls.append(
+            (name, [(len(g.weights), g.is_gated, g.is_summed) for g in groups], *heads)
         )
 
     monkeypatch.setattr(linear_tuner, "tune_products", note("time"))
@@ -82,15 +83,27 @@ def test_a_loaded_model_times_its_products_only_when_asked(
     model = SimpleNamespace(
         blocks=blocks,
         lm_head=make_linear(),
+        head_rows=(head_rows := torch.randn(4, 4)),
         expert_layers=dict,
         shard=SimpleNamespace(is_whole=True),
-        info=SimpleNamespace(num_deepstack=2),
+        info=SimpleNamespace(num_deepstack=2, is_pooling=False),
     )
     fused.prepare_products(model)  # type: ignore[arg-type]
     qkv, out, gate_up, down = (3, False, False), (3, False, True), (3, True, False), (3, False, True)
     down_with_media, head = (2, False, False), (1, False, False)
     products = [qkv, out, gate_up, down, down_with_media, head]
-    assert calls == [("time", products), ("compile", products)][0 if asked else 1 :]
+    assert calls == [("time", products), ("compile", products, head_rows)][0 if asked else 1 :]
+
+
+def test_heads_of_every_bucket_are_compiled_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, row = RecordingKernel(), RecordingKernel()
+    monkeypatch.setattr(head_product, "_kernels", lambda: SimpleNamespace(head_product_kernel=product))
+    monkeypatch.setattr(head, "kernels", lambda: SimpleNamespace(best_of_row_kernel=row))
+    monkeypatch.setattr(head_product, "head_tiles", lambda num_rows, *rest: default_head_tiles(num_rows))
+    compile_products([], torch.randn(600, 64).bfloat16())
+    assert [c["ROWS_PAD"] for c in product.compiled] == [8, 16, 32, 64, 128, 256]  # each once
+    assert {c["NUM_IN"] for c in product.compiled} == {64}
+    assert {c["NUM_CHUNKS"] for c in row.compiled} == {10, 5}
 
 
 def make_linear() -> Linear:
