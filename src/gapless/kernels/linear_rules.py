@@ -54,8 +54,9 @@ _ENOUGH_PROGRAMS = 128
 """About one for each of an H200's 132 multiprocessors."""
 _WIDE = GatedTiles(block_t=128, block_o=128, block_i=64, num_stages=4, shared_by=16, skew=0)
 _NARROW = GatedTiles(block_t=128, block_o=64, block_i=64, num_stages=6, shared_by=16, skew=4)
+_SLIM = GatedTiles(block_t=128, block_o=32, block_i=64, num_stages=6, shared_by=16, skew=0)
 _GATED = {
-    (1024, 3072): {256: _NARROW, 512: _NARROW, 1024: _NARROW, 2048: _WIDE, 4096: _WIDE},
+    (1024, 3072): {128: _SLIM, 256: _NARROW, 512: _NARROW, 1024: _NARROW, 2048: _WIDE, 4096: _WIDE},
     (4096, 14336): {256: _WIDE, 1024: _WIDE, 2048: _WIDE, 4096: _WIDE},
 }
 """By input and output features, then by tokens."""
@@ -64,6 +65,7 @@ _GATED = {
 def default_gated_tiles(product: Product) -> GatedTiles | None:
     """Where our kernel took at most 0.98 of cuBLAS and the activation's kernel, in
     ``benchmarks/results/h200_gate_up_products.json``: gate and up of Qwen3-0.6B and Llama-3.1-8B in bfloat16.
+    With 128 tokens steps of an engine decided, which take 0.7 % less with it (*lead*, ``docs/log.md``).
     A table and no rule: with 512 tokens of the latter cuBLAS wins, and of other shapes nothing is known, so
     those take our kernel after timings of their own alone."""
     if product.dtype is not torch.bfloat16:

@@ -132,6 +132,7 @@ def gated_candidates(product: Product) -> Iterator[GatedTiles]:
         (128, 4, 16, 3),
         (128, 4, 8, 3),
         (64, 6, 16, 4),
+        (32, 6, 16, 0),
     ):
         tiles = GatedTiles(
             block_t=128, block_o=block_o, block_i=64, num_stages=num_stages, shared_by=shared_by, skew=skew

@@ -26,6 +26,7 @@ CASES = (
     (torch.float16, 1024, {**LARGE, "skew": 3}),
     (torch.bfloat16, 4096, {**LARGE, "skew": 3, "shared_by": 8}),
     (torch.bfloat16, 1024, {**NARROW, "skew": 4}),
+    (torch.bfloat16, 1024, {**NARROW, "block_o": 32, "skew": 0}),
 )
 """Type, input features and tiles."""
 

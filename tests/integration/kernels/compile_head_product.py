@@ -23,9 +23,9 @@ from integration.attention.sass import disassemble, unwritten_registers
 EARLY = HeadTiles(block_r=64, block_o=64, block_i=128, num_early=2, prefetch=256, num_warps=4, num_stages=3)
 SPLIT = HeadTiles(block_r=8, block_o=32, block_i=64, split=4, num_early=1, num_warps=4, num_stages=3)
 CASES = [
-    *((rows, 1024, 151936, torch.bfloat16, default_head_tiles(rows)) for rows in (8, 16, 32, 64, 128, 256)),
+    *((rows, 1024, 151936, torch.bfloat16, default_head_tiles(rows)) for rows in (8, 16, 32, 64, 128)),
     (32, 4096, 128256, torch.float16, default_head_tiles(32)),
-    (128, 4096, 128256, torch.float16, default_head_tiles(128)),
+    (64, 4096, 128256, torch.float16, default_head_tiles(64)),
     (64, 1024, 151936, torch.bfloat16, EARLY),
     (8, 1024, 151936, torch.bfloat16, SPLIT),
 ]

@@ -136,7 +136,7 @@ def test_stored_tiles_with_which_the_kernel_would_wait_for_ever_are_not_used(
 
 
 def test_candidates_fill_their_ring() -> None:
-    assert len(set(gated_candidates(make_product(num_in=1024)))) == 4
+    assert len(set(gated_candidates(make_product(num_in=1024)))) == 5
     assert list(gated_candidates(make_product(num_in=192))) == []
     assert list(gated_candidates(make_product(num_in=1001))) == []
 

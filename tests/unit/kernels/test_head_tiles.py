@@ -31,7 +31,7 @@ def takes(num_rows: int = 8, num_in: int = 1024, size: int = SIZE, dtype=torch.b
 
 
 def test_some_rows_of_a_large_vocabulary_in_half_precision_take_it() -> None:
-    assert all(takes(num_rows) for num_rows in (2, 3, 17, 130, MAX_HEAD_ROWS))
+    assert all(takes(num_rows) for num_rows in (2, 3, 17, 65, MAX_HEAD_ROWS))
     assert takes(dtype=torch.float16)
     assert takes(num_in=4096, size=128256)
 
@@ -41,6 +41,7 @@ def test_other_shapes_and_types_do_not() -> None:
     assert not takes(1)
     assert not takes(MAX_HEAD_ROWS + 1)
     assert not takes(num_in=1000)
+    assert not takes(num_rows=65, num_in=4096), "the library is quicker"
     assert not takes(size=49152)
     assert not takes(size=1 << 24), "the kernel behind picks among so many chunks in one program"
     assert not takes(dtype=torch.float32)
@@ -59,7 +60,7 @@ def test_a_choice_is_the_same_for_a_bucket_of_rows() -> None:
         assert head_tiles.head_tiles(num_rows, *args) is head_tiles.head_tiles(bucket, *args)
 
 
-@pytest.mark.parametrize("num_rows", [2, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("num_rows", [2, 16, 32, 64, 128])
 def test_built_in_tiles_are_ones_the_kernel_takes(num_rows: int) -> None:
     tiles = default_head_tiles(num_rows)
     sizes = (tiles.block_r, tiles.block_o, tiles.block_i, tiles.split, tiles.num_warps)
