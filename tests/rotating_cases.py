@@ -45,7 +45,7 @@ def make_case(
     table is the model's, by position, else a row for each token. Options are those of ``make_batch``."""
     num_pad = sum(new == 0 for _, new in requests)
     batch = make_batch(requests, pad_tokens=num_pad, max_query_len=1, **options)
-    qkv = torch.cat([rows.flatten(1) for rows in (batch.query, batch.key, batch.value)], 1)
+    qkv = qkv_of(batch)
     head_size, num_rotated = batch.query.shape[2], batch.query.shape[1] + batch.key.shape[1]
     generator = torch.Generator().manual_seed(1)
     num_rows = max(batch.seq_lens) + 1 if has_positions else len(qkv)
@@ -56,3 +56,8 @@ def make_case(
     positions = torch.tensor(cached + [0] * num_pad, device=qkv.device)
     rotation = Rotation(weight if has_norm else None, EPS, rope, positions if has_positions else None)
     return Case(batch=batch, qkv=qkv, rotation=rotation)
+
+
+def qkv_of(batch: RaggedBatch) -> Tensor:
+    """Heads of the batch as rows of the q/k/v product."""
+    return torch.cat([rows.flatten(1) for rows in (batch.query, batch.key, batch.value)], 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,10 @@ class AttentionMetadata:
     on).
 
     Request ``b`` owns query rows ``query_start_loc[b] : query_start_loc[b+1]``; its keys are positions
-    ``0 : seq_lens[b]``, the last of which are this step's own tokens (already written to the cache). Empty
-    request slots have query length 0 and ``seq_lens`` 0. Rows at and past ``query_start_loc[-1]`` are
-    padding: backends fill them with zeros. Pad tokens carry a slot inside ``SINK_BLOCK``.
+    ``0 : seq_lens[b]``, the last of which are this step's own tokens: ``attend`` finds them in the cache,
+    where ``slot_mapping`` and the block table agree they lie. Empty request slots have query length 0 and
+    ``seq_lens`` 0. Rows at and past ``query_start_loc[-1]`` are padding: backends fill them with zeros. Pad
+    tokens carry a slot inside ``SINK_BLOCK``.
     """
 
     query_start_loc: Tensor  # [B+1]
@@ -100,8 +101,8 @@ class AttentionBackend(Protocol):
 class RotatingBackend(AttentionBackend, Protocol):
     """A backend that norms and rotates heads itself, for some batches."""
 
-    def can_rotate(self, query_THD: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> bool:
-        """Whether it does for this batch; by shapes and host numbers alone."""
+    def can_rotate(self, qkv_TC: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether it does for this batch; by shapes and host numbers alone. Eager steps ask in each layer."""
 
     def attend_rotating(
         self,
@@ -116,7 +117,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         window: int | None,
     ) -> None:
         """``rotate_into_cache`` and ``attend`` at once: ``qkv`` has the rows of the merged product, columns
-        of ``H + 2K`` heads."""
+        of ``H + 2K`` heads. Keys and values go where the block table has each request's last position."""
 
 
 class Attention(nn.Module):
@@ -140,12 +141,14 @@ class Attention(nn.Module):
         """Unique in the process: how traced code finds this layer again."""
         _layers[self.layer_name] = self
         self.backend: AttentionBackend | None = None
+        self._may_rotate = False
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
     def bind(self, backend: AttentionBackend, k_cache: Tensor, v_cache: Tensor) -> None:
         """Attach backend and cache. Graphs captured before a rebind are invalid; the engine binds once."""
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
+        self._may_rotate = isinstance(backend, RotatingBackend)  # here, for it takes Python 20 us
 
     def unbind(self) -> None:
         """Let go of the cache, so that its memory can be freed; no step before the next ``bind``."""
@@ -174,12 +177,12 @@ class Attention(nn.Module):
             _attend(self, query_THD, key_TKD, value_TKD, out_THD)
         return out_THD
 
-    def can_rotate(self, query_THD: Tensor) -> bool:
+    def can_rotate(self, qkv_TC: Tensor) -> bool:
         """Whether the backend can norm and rotate this step's heads itself (``attend_rotating``)."""
-        backend = self.backend
-        if self.k_cache is None or not isinstance(backend, RotatingBackend):
+        if not self._may_rotate or self.k_cache is None:
             return False
-        return backend.can_rotate(query_THD, self.k_cache, get_forward_context().batch)
+        backend = cast(RotatingBackend, self.backend)
+        return backend.can_rotate(qkv_TC, self.k_cache, get_forward_context().batch)
 
     def attend_rotating(self, qkv_TC: Tensor, rotation: Rotation) -> Tensor:
         """``[T, (H + 2K) * D] -> [T, H, D]``, where ``can_rotate``; keys and values go to the cache."""
@@ -223,8 +226,7 @@ def _attend(
 
 @eager_break
 def _attend_rotating(layer: Attention, qkv_TC: Tensor, rotation: Rotation, out_THD: Tensor) -> None:
-    metadata, backend = get_forward_context().batch, layer.backend
-    assert isinstance(backend, RotatingBackend)
+    metadata, backend = get_forward_context().batch, cast(RotatingBackend, layer.backend)
     backend.attend_rotating(
         qkv_TC, rotation, *layer.caches, out_THD, metadata, scale=layer.scale, window=layer.window
     )

@@ -143,9 +143,9 @@ def begin_with_new_key(
         copied = tl.broadcast_to(query_QD[None, :, :], [COPIES, ROWS, HEAD_PAD])
         query_QD = tl.reshape(copied, [NUM_ROWS, HEAD_PAD])
     best_M = tl.where(has_new_key, score_Q, float("-inf"))
-    total_M = tl.zeros([NUM_ROWS], dtype=tl.float32) + tl.where(has_new_key, 1.0, 0.0)
-    first_D = tl.where(has_new_key, value_D.to(tl.float32), 0.0)
-    sum_MD = tl.broadcast_to(first_D[None, :], [NUM_ROWS, HEAD_PAD])
+    # A score that is no number must be seen in the result, also where no other key follows.
+    total_M = tl.where(has_new_key, tl.where(score_Q < float("inf"), 1.0, float("nan")), 0.0)
+    sum_MD = total_M[:, None] * value_D.to(tl.float32)[None, :]
     return query_QD, best_M, total_M, sum_MD
 
 

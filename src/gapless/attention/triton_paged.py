@@ -72,12 +72,10 @@ class TritonPagedBackend:
             window,
         )
 
-    def can_rotate(self, query_THD: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> bool:
-        is_one_each = metadata.max_query_len == 1
-        return (
-            is_one_each
-            and _rotating_tile(query_THD, k_cache, metadata.seq_lens, metadata.block_table) is not None
-        )
+    def can_rotate(self, qkv_TC: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> bool:
+        if metadata.max_query_len != 1:
+            return False
+        return _rotating_tile(qkv_TC, k_cache, metadata.seq_lens, metadata.block_table) is not None
 
     def attend_rotating(
         self,
@@ -213,7 +211,7 @@ def triton_rotating_attention(
     _check(query_THD, out_THD, k_cache, v_cache, scale)
     if qkv_TC.shape[0] == 0:
         return
-    tile = _rotating_tile(query_THD, k_cache, seq_lens, block_table)
+    tile = _rotating_tile(qkv_TC, k_cache, seq_lens, block_table)
     if tile is None or not rope_P2F.is_contiguous():
         raise ConfigError("rotating attention needs one token a request, heads of an even size and one dtype")
     launch_decode(
@@ -232,22 +230,22 @@ _rotating_attention = direct(triton_rotating_attention)
 
 
 def _rotating_tile(
-    query_THD: Tensor, k_cache: Tensor, seq_lens: Tensor, block_table: Tensor
+    qkv_TC: Tensor, k_cache: Tensor, seq_lens: Tensor, block_table: Tensor
 ) -> DecodeTile | None:
     """Of a batch with one token a request; None where heads are rotated by a kernel of their own."""
-    num_tokens, num_heads, head_size = query_THD.shape
-    num_reqs, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
+    (num_tokens, num_columns), num_reqs = qkv_TC.shape, seq_lens.shape[0]
+    _, block_size, num_kv_heads, head_size = k_cache.shape
     tile = decode_tile(
-        group=num_heads // num_kv_heads,
+        group=(num_columns // head_size - 2 * num_kv_heads) // num_kv_heads,
         head_size=head_size,
-        itemsize=query_THD.element_size(),
+        itemsize=qkv_TC.element_size(),
         max_query_len=1,
         num_programs=num_reqs * num_kv_heads,
-        max_keys=block_table.shape[1] * k_cache.shape[1],
+        max_keys=block_table.shape[1] * block_size,
         rotates=True,
-        shared_bytes=shared_memory_bytes(query_THD.device),
+        shared_bytes=shared_memory_bytes(qkv_TC.device),
     )
-    is_even = head_size % 2 == 0 and query_THD.dtype == k_cache.dtype
+    is_even = head_size % 2 == 0 and qkv_TC.dtype == k_cache.dtype
     if tile is None or not is_even or not num_reqs <= num_tokens <= num_reqs * tile.block_q:
         return None
     return tile

@@ -7,10 +7,10 @@ would be compiled in.
 
 ``EARLY`` kernels are launched while the kernel before them still runs (programmatic dependent launch, Hopper
 and later), and let the next one start early too. Before ``gdc_wait`` they read only what no kernel of a step
-writes: weights, the rotary table, the step's positions and slots, keys of earlier steps; they write nothing.
-Where positions and slots are not staged, one kernel of the step does write them, in front of all others
-(``step_arrays.py``):
-so ``embed_norm_kernel``, which comes behind it, lets the next one start behind its own wait only.
+writes: weights, the rotary table, the step's positions, slots, lengths and block tables, keys of earlier
+steps; they write nothing. Where positions, slots and block tables are not staged, one kernel of the step does
+write them, in front of all others (``step_arrays.py``): so ``embed_norm_kernel``, which comes behind it, lets
+the next one start behind its own wait only.
 
 Shapes in names: T tokens, E hidden size, I features of gate and up each, H query heads, K key/value heads,
 G = H + 2K heads of a merged q/k/v row, D head size, F = D / 2, P positions, N cache blocks, S slots per

@@ -1,5 +1,6 @@
 """Everything between the q/k/v product and attention: head norm, rotation and the write to the paged cache.
 
+Decode does the same inside attention, where its backend can (``attention/decode_rotation.py``).
 ``rotate_into_cache`` reads slots and positions from device memory when it runs, so one captured launch serves
 every batch of its bucket; pad tokens carry a slot of the sink block. ``rotate_heads`` leaves the cache
 alone, for code that is traced: there the attention operator owns the cache. Both read cosines and sines from

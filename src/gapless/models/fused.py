@@ -2,8 +2,9 @@
 
 The same parameters and the same order of operations as the modules of ``decoder.py``, whose forward stays the
 oracle; only what lies between two matrix products is one kernel each. A layer is nine nodes of a graph: four
-products, attention, and four kernels. The addition to the residual stream joins the norm after it, also the
-next layer's, and so does the last step of the product ahead (``kernels/summed_product.py``); where ranks
+products, attention, and four kernels. Decode has one less where attention rotates heads itself, and one more
+where splits of its keys have to be merged. The addition to the residual stream joins the norm after it, also
+the next layer's, and so does the last step of the product ahead (``kernels/summed_product.py``); where ranks
 meet, their sum joins the two. A mixture of experts is five nodes (six with many tokens), of which the last
 adds and norms too.
 
@@ -223,7 +224,7 @@ def _attention(
         return attention.core(rotated_TGD[:, :num_heads], rotated_TGD[:, num_heads:], value_TKD)
     # The slots are a static buffer, so a captured kernel finds each step's own ones there.
     core = attention.core
-    if core.can_rotate(qkv_TC.unflatten(1, (-1, attention.head_size))[:, : attention.num_heads]):
+    if core.can_rotate(qkv_TC):
         return core.attend_rotating(qkv_TC, Rotation(weight_HD, eps, rope_P2F, positions_T))
     slot_mapping_T = get_forward_context().batch.slot_mapping
     query_THD = rotate_into_cache(qkv_TC, weight_HD, eps, rope_P2F, positions_T, slot_mapping_T, *core.caches)

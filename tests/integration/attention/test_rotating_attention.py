@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gapless.attention import triton_paged
-from gapless.attention.base import Attention, RotatingBackend
+from gapless.attention import base, triton_paged
+from gapless.attention.base import Attention
 from gapless.attention.tile_rules import DecodeTile
 from gapless.attention.torch_reference import TorchReferenceBackend
 from gapless.attention.triton_paged import TritonPagedBackend
 from gapless.errors import ConfigError
 from gapless.graphs.context import ForwardContext, use_forward_context
 from ragged_batches import make_batch, naive_attention
-from rotating_cases import Case, make_case
+from rotating_cases import Case, make_case, qkv_of
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU tests/gpu covers the compiled kernels"
@@ -112,6 +112,25 @@ def test_any_head_size_norm_and_table(
     check(make_case(REQUESTS, head_size=head_size, block_size=block_size, dtype=dtype, **kinds))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    "part", [slice(0, 64), slice(64, 96), slice(96, None)], ids=["query", "key", "value"]
+)
+def test_what_is_no_number_reaches_its_own_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, loads_early: bool, part: slice, num_splits: int
+) -> None:
+    """Also where the new key is the only one, and its weight would be 1 whatever its score is."""
+    use_tile(monkeypatch, group=2, num_splits=num_splits, loads_early=loads_early)
+    for bad in range(4):
+        case = make_case([(0, 1), (1, 1), (16, 1), (50, 1)], head_size=16)
+        case.qkv[bad, part] = math.nan
+        expected = naive_attention(case.rotated_apart(), scale=SCALE, window=None)
+        case.attend(TritonPagedBackend(), scale=SCALE, window=None)
+        assert case.batch.out[bad].isnan().all()
+        others = [row for row in range(4) if row != bad]
+        torch.testing.assert_close(case.batch.out[others].double(), expected[others], atol=5e-6, rtol=5e-6)
+
+
 def test_a_batch_without_a_request_is_padding(monkeypatch: pytest.MonkeyPatch, loads_early: bool) -> None:
     use_tile(monkeypatch, group=2, num_splits=2, loads_early=loads_early)
     check(make_case([(0, 0), (0, 0)], head_size=16))
@@ -123,11 +142,11 @@ def test_only_batches_of_one_token_a_request_are_rotated_in_attention() -> None:
         make_batch([(5, length)] * 3, head_size=32, max_query_len=length, dtype=torch.bfloat16)
         for length in (1, 2)
     )
-    assert backend.can_rotate(one.query, one.k_cache, one.metadata)
-    assert not backend.can_rotate(two.query, two.k_cache, two.metadata)
-    assert not backend.can_rotate(one.query.float(), one.k_cache, one.metadata), "rounded on their way"
+    assert backend.can_rotate(qkv_of(one), one.k_cache, one.metadata)
+    assert not backend.can_rotate(qkv_of(two), two.k_cache, two.metadata)
+    assert not backend.can_rotate(qkv_of(one).float(), one.k_cache, one.metadata), "rounded on their way"
     odd = make_batch([(5, 1)] * 3, head_size=33, max_query_len=1)
-    assert not backend.can_rotate(odd.query, odd.k_cache, odd.metadata)
+    assert not backend.can_rotate(qkv_of(odd), odd.k_cache, odd.metadata)
 
 
 def test_an_operator_that_cannot_rotate_says_so() -> None:
@@ -146,12 +165,15 @@ def test_a_layer_asks_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = case.batch
     layer = Attention(num_heads=4, num_kv_heads=2, head_size=16, scale=SCALE, window=None, layer_index=0)
     with use_forward_context(ForwardContext(batch=batch.metadata)):
-        assert not layer.can_rotate(batch.query), "no backend yet"
+        assert not layer.can_rotate(case.qkv), "no backend yet"
         layer.bind(TorchReferenceBackend(), batch.k_cache, batch.v_cache)
-        assert not layer.can_rotate(batch.query)
+        assert not layer.can_rotate(case.qkv)
         layer.bind(TritonPagedBackend(), batch.k_cache, batch.v_cache)
-        assert isinstance(layer.backend, RotatingBackend)
-        assert layer.can_rotate(batch.query)
+        # Whether a backend has a protocol's methods takes Python longer than a launch: no step asks again.
+        monkeypatch.setattr(base, "RotatingBackend", None)
+        assert layer.can_rotate(case.qkv)
         expected = naive_attention(case.rotated_apart(), scale=SCALE, window=None)
         out = layer.attend_rotating(case.qkv, case.rotation)
+        layer.unbind()
+        assert not layer.can_rotate(case.qkv)
     torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=5e-6)

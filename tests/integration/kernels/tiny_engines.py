@@ -54,11 +54,11 @@ def open_engine_of(
     return open_engine(EngineConfig.from_sources(python=values))
 
 
-def generate(opened: OpenedEngine) -> list[list[int]]:
+def generate(opened: OpenedEngine, *, lengths: tuple[int, int] = (3, 9)) -> list[list[int]]:
     """Greedy tokens of two prompts, of which one takes two steps."""
     rng = random.Random(0)
     core = EngineCore(opened.runner)
-    for index, length in enumerate((3, 9)):
+    for index, length in enumerate(lengths):
         prompt = [rng.randrange(97) for _ in range(length)]
         params = SamplingParams(temperature=0.0, max_tokens=2 + index, ignore_eos=True, detokenize=False)
         core.add_request(str(index), prompt, params)
