@@ -1,6 +1,7 @@
 """Decode attention in many tilings, beside the one that the rule gives: what ``decode_tile`` is chosen by.
 
-Each case is a batch of requests of one length over a paged cache; a tiling is keys a tile, warps, stages,
+Each case is a batch of requests over a paged cache, of one length or of lengths from a range, which come as
+they were drawn and with the longest first, as the scheduler has them; a tiling is keys a tile, warps, stages,
 splits, least keys of a split, and whether keys are loaded early. Every tiling must give what the rule's
 gives, within the error of its type. Times are microseconds a call, merging of splits included, medians over
 replays of a CUDA graph that holds one call for each layer, each over a cache of its own
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import sys
 from collections.abc import Collection, Iterator
@@ -36,18 +38,22 @@ from gapless.attention.base import Rotation
 from gapless.attention.tile_rules import DecodeTile, decode_tile
 from gapless.attention.triton_paged import TritonPagedBackend
 from gapless.bench.meta import describe_run
+from gapless.bench.workload import Lengths
 from gapless.kernels.launch import compiling_ahead
 from gapless.kernels.norm import fused_rms_norm
 
 CASES = [(1, 170), (1, 700), (8, 170), (8, 700), (16, 170), (32, 100), (32, 170), (32, 700), (64, 170)]
 CASES += [(128, 100), (128, 170), (128, 700), (256, 170), (256, 700)]
+MIXED = Lengths(low=148, high=1044)
+"""Of requests with 128 to 1,024 tokens that have drawn 20."""
+MIXED_BATCHES = (64, 128, 256)
 FEW_REQUESTS = 16
 """Up to here keys are split."""
 MOST_COPIED_BYTES = 180 << 10
 Kinds = Collection[tuple[int, int, int]]
 """Keys, warps, stages."""
 GOOD: Kinds = (
-    *((16, 1, 3), (32, 1, 2), (32, 1, 3), (32, 2, 3), (32, 2, 4)),
+    *((16, 1, 3), (32, 1, 2), (32, 1, 3), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3)),
     *((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)),
 )
 """That were among the best of some case."""
@@ -94,8 +100,9 @@ def measure_heads(num_heads: int, kinds: Kinds, layers: int, repeats: int) -> di
     compile_all(shape, kinds)
     gc.freeze()  # torch collects garbage at every capture
     found = {}
-    for batch, context in CASES:
-        case = make_case(shape, [(context - 1, 1)] * batch, num_slots=batch, query_len=1)
+    for name, contexts in cases():
+        batch = len(contexts)
+        case = make_case(shape, [(context - 1, 1) for context in contexts], num_slots=batch, query_len=1)
         chosen = rule(shape, batch)
         expected = outcome(case, shape, chosen)
         rows = []
@@ -107,11 +114,21 @@ def measure_heads(num_heads: int, kinds: Kinds, layers: int, repeats: int) -> di
             rows.append((round(statistics.median(times), 2), *astuple(tile)))
         rows.sort()
         own = next(row for row in rows if row[1:] == astuple(chosen))
-        found[f"{batch} x {context}"] = {"rule": own, "num_tilings": len(rows), "quickest": rows[:12]}
-        print(f"{num_heads} heads, {batch:3} x {context:4}: rule {show(own)}", file=sys.stderr)
+        found[name] = {"rule": own, "num_tilings": len(rows), "quickest": rows[:12]}
+        print(f"{num_heads} heads, {name}: rule {show(own)}", file=sys.stderr)
         for row in rows[:4]:
             print(f"    {show(row)}", file=sys.stderr)
     return found
+
+
+def cases() -> Iterator[tuple[str, list[int]]]:
+    """Tokens of each request, with the name of the batch."""
+    for batch, context in CASES:
+        yield f"{batch} x {context}", [context] * batch
+    for batch in MIXED_BATCHES:
+        contexts = MIXED.draw(random.Random(0), batch)
+        yield f"{batch} x {MIXED}", contexts
+        yield f"{batch} x {MIXED}, longest first", sorted(contexts, reverse=True)
 
 
 def show(row: tuple[float, ...]) -> str:

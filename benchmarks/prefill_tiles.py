@@ -7,6 +7,7 @@ times its prefill graphs and the graph of the head, back to back. A tile is cons
 noise of bf16.
 
     python benchmarks/prefill_tiles.py --model DIR --tokens 512 1024 [--tiles rule triton 1:128:2 2:64:3]
+    python benchmarks/prefill_tiles.py --model DIR --tokens 4096 --prompts 8 --tiles rule 2:64:3 2:128:2
     python benchmarks/prefill_tiles.py --model DIR --tiles rule --whole-layers    # prefill without a tail
 
 Prints a table to stderr and one line of JSON to stdout.
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="folder with config.json; its weights are dummies")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 768, 1024, 2048, 4096])
+    parser.add_argument("--prompts", type=int, default=1, help="of equal length, that share a step's tokens")
     parser.add_argument("--tiles", nargs="+", default=["rule", "triton", "1:128:2", "2:64:3", "2:128:2"])
     parser.add_argument("--whole-layers", action="store_true", help="the last layer too, for all tokens")
     parser.add_argument("--repeats", type=int, default=5)
@@ -58,6 +60,7 @@ def main() -> None:
     result = {
         "benchmark": "prefill_tiles",
         "model": Path(arguments.model).name,
+        "prompts": arguments.prompts,
         "meta": describe_run(),
         "unit": "us of the GPU",
         "times": times,
@@ -93,7 +96,7 @@ def measure(name: str, arguments: Namespace, expected: dict[int, torch.Tensor]) 
         llm = LLM._from_parts(opened.runner, None)
         for tokens in arguments.tokens:
             opened.runner.graphs.keeps_logits = True
-            llm.generate([random_prompt(opened, tokens)], greedy(1))
+            llm.generate([random_prompt(opened, tokens // arguments.prompts)] * arguments.prompts, greedy(1))
             opened.runner.graphs.keeps_logits = False
             check(name, tokens, opened.runner.graphs.logits[0].float().cpu(), expected)
             us = [gpu_us(opened, tokens) for _ in range(arguments.repeats)]

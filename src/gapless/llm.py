@@ -158,6 +158,7 @@ class LLM:
             seed=seed,
             enable_prefix_caching=enable_prefix_caching,
             makes_text=makes_text,
+            favors_throughput=True,
         )
         self._model = None  # known where this object loads it
         self._calls: dict[str, _Call] = {}  # request id → the call it belongs to

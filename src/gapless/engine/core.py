@@ -42,7 +42,9 @@ class EngineCore:
     """Drives one runner. ``seed`` makes the draws of requests without a seed of their own repeatable.
 
     Several may share a runner, one after the other: while one has requests, others are refused. With
-    ``enable_prefix_caching``, ``reset_prefix_cache`` must be called after steps that no engine has run.
+    ``enable_prefix_caching``, ``reset_prefix_cache`` must be called after steps that no engine has run. With
+    ``favors_throughput``, requests of which none streams have their prompts computed before the first of them
+    decodes, as far as they fill whole steps.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class EngineCore:
         seed: int = 0,
         enable_prefix_caching: bool = False,
         makes_text: bool = True,
+        favors_throughput: bool = False,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
@@ -81,7 +84,10 @@ class EngineCore:
         self._random = random.Random(seed)
         # Of the tokenizer, not of this object, which would then live on until its cycle is collected.
         self._token_text = lru_cache(maxsize=1 << 16)(partial(_decode_token, tokenizer))
+        self._favors_throughput = favors_throughput
         self._active: dict[str, _Active] = {}
+        self._streaming: set[str] = set()
+        """Ids of active requests whose tokens somebody waits for one by one."""
         self._choices: dict[Sequence, Choice] = {}
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self._changed: dict[str, _Active] = {}  # since the last step returned; a dict for its order
@@ -129,6 +135,8 @@ class EngineCore:
             for sequence in sequences
         ]
         self._active[request.request_id] = _Active(request=request, choices=choices, streams=streams)
+        if streams:
+            self._streaming.add(request.request_id)
         for choice in choices:
             self._choices[choice.sequence] = choice
             self.scheduler.add(choice.sequence)
@@ -209,6 +217,7 @@ class EngineCore:
             raise
 
     def _run_step(self) -> None:
+        self.scheduler.prompts_first = self._favors_throughput and not self._streaming
         batch = self.scheduler.schedule()
         if batch is not None:
             self._launch(batch)
@@ -357,6 +366,7 @@ class EngineCore:
                     self._close(choice)
             if is_finished:
                 del self._active[request_id]
+                self._streaming.discard(request_id)
             if is_finished or active.streams:
                 telling.append(active)
         return telling

@@ -1,19 +1,21 @@
 """Which tokens of which sequences run in the next step.
 
 Continuous batching with chunked prefill: every running sequence in decode gets its one token first, what is
-left of the token budget goes to prefill chunks, oldest request first. Blocks are allocated as a sequence
-grows; when they run out the *latest* arrival is preempted (its blocks go back, its tokens stay, it is
-computed anew later), so the oldest always gets on and nobody starves. Invariants: ``running`` and ``waiting``
-are sorted by arrival and everything running arrived before everything waiting; a step never exceeds its token
-and request budgets; blocks of a preempted or aborted sequence are handed out again only after the last step
-that touches them. A sequence starts behind those of its tokens that are in the cache already
-(``prefix_cache.py``). Read ``step.py`` for the data, ``core.py`` for the loop.
+left of the token budget goes to prefill chunks, oldest request first. (With ``prompts_first`` a step that
+prompts can fill has no decodes.) Blocks are allocated as a sequence grows; when they run out the *latest*
+arrival is preempted (its blocks go back, its tokens stay, it is computed anew later), so the oldest always
+gets on and nobody starves. Invariants: ``running`` and ``waiting`` are sorted by arrival and everything
+running arrived before everything waiting; a step never exceeds its token and request budgets; blocks of a
+preempted or aborted sequence are handed out again only after the last step that touches them. A sequence
+starts behind those of its tokens that are in the cache already (``prefix_cache.py``). Read ``step.py`` for
+the data, ``core.py`` for the loop.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from gapless.cache.blocks import BlockAllocator
 from gapless.engine.outputs import FinishReason
@@ -55,6 +57,13 @@ class Scheduler:
         self._num_in_flight = 0
         self._run: DecodeRun | None = None
         """Set while all that runs has decoded in the last step and nothing has changed since."""
+        self._run_order: list[int] = []
+        """Of the run: where in ``running`` its sequences are, the longest first."""
+        self.prompts_first = False
+        """Whether decodes wait while prompts fill whole steps: two steps of one kind each take less of the
+        device than two that mix them, but tokens come later. After ``max_num_reqs`` such steps they do not
+        wait for one, so that requests which end with their prompt cannot keep the others waiting for ever."""
+        self._num_steps_waited = 0
         self.prefix_cache = PrefixCache(self.allocator) if enable_prefix_caching else None
         self._on_release = on_release
         self._launched_step_id = -1
@@ -107,14 +116,25 @@ class Scheduler:
         self._prefills = prefills
         if entries is None:
             decodes: list[ScheduledSequence] = []
-            self._schedule_running(decodes, prefills)
-            self._admit_waiting(decodes, prefills)
+            if self.prompts_first and self._num_steps_waited < self.max_num_reqs and self._can_fill_step():
+                self._schedule_running(decodes, prefills, decodes_wait=True)
+                self._admit_waiting(decodes, prefills)
+                self._num_steps_waited += 1
+            if not decodes and not prefills:
+                self._num_steps_waited = 0
+                self._schedule_running(decodes, prefills)
+                self._admit_waiting(decodes, prefills)
             self._run = None
             if not decodes and not prefills:
                 return None
-            if len(decodes) == len(self.running):
-                self._run = DecodeRun(num_steps_left=min(map(_num_decodes_left, self.running)))
             entries = (*decodes, *prefills)
+            if not prefills:
+                # Programs of attention start in this order, and the longest must not be the last to.
+                order = sorted(range(len(decodes)), key=lambda i: decodes[i].start, reverse=True)
+                entries = tuple(map(decodes.__getitem__, order))
+                if len(decodes) == len(self.running):
+                    self._run = DecodeRun(num_steps_left=min(map(_num_decodes_left, self.running)))
+                    self._run_order = order
         batch = ScheduledBatch(step_id=self._next_step_id, entries=entries, run=self._run)
         self._next_step_id += 1
         self._num_in_flight += 1
@@ -158,6 +178,7 @@ class Scheduler:
         if self.prefix_cache is not None:
             fresh.prefix_cache = self.prefix_cache.renewed(fresh.allocator)
         fresh.num_preemptions = self.num_preemptions
+        fresh.prompts_first = self.prompts_first
         return fresh
 
     def add_again(self, sequence: Sequence) -> bool:
@@ -194,9 +215,28 @@ class Scheduler:
             sequence.num_pending_tokens += 1
             sequence.last_step_id = step_id
             entries.append(_make_entry((sequence, start, 1, True, sequence.generation, table)))
-        return tuple(entries)
+        return tuple(map(entries.__getitem__, self._run_order))
 
-    def _schedule_running(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> None:
+    def _can_fill_step(self) -> bool:
+        """Whether what is left of prompts would fill a step alone, if there are blocks for it."""
+        num_left = self.max_num_batched_tokens
+        for sequence in reversed(self.running):  # who decodes arrived before whoever still prefills
+            if _num_left(sequence) <= 1:
+                break
+            num_left -= _num_left(sequence)
+        for sequence in islice(self.waiting, self.max_num_reqs - len(self.running)):
+            if num_left <= 0:
+                break
+            num_left -= sequence.num_tokens
+        return num_left <= 0
+
+    def _schedule_running(
+        self,
+        decodes: list[ScheduledSequence],
+        prefills: list[ScheduledSequence],
+        *,
+        decodes_wait: bool = False,
+    ) -> None:
         """Oldest first: who decodes arrived before whoever still prefills, and whoever gets preempted (the
         latest) has not been scheduled in this step yet."""
         budget = self.max_num_batched_tokens
@@ -206,7 +246,7 @@ class Scheduler:
             sequence = self.running[position]
             position += 1
             num_new = min(_num_left(sequence), budget)
-            if num_new <= 0:
+            if num_new <= 0 or (decodes_wait and _num_left(sequence) == 1):
                 continue
             has_room = sequence.num_computed_tokens + num_new <= len(sequence.block_table) * block_size
             if has_room or self._grow(sequence, num_new):

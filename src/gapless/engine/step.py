@@ -72,7 +72,8 @@ class DecodeRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """One step. Decodes come first, then prefill chunks; each group in order of arrival."""
+    """One step. Decodes come first, then prefill chunks; each group in order of arrival, but where all are
+    decodes the longest sequence comes first."""
 
     step_id: int
     entries: tuple[ScheduledSequence, ...]

@@ -33,7 +33,7 @@ from gapless.graphs.runner import GraphRunner, Values
 
 T = TypeVar("T")
 _CONTEXT_BLOCKS = 64
-"""Cache blocks for contexts, beside those of the step's own tokens."""
+"""Cache blocks for contexts, beside those of the step's own tokens and one that each context may begin."""
 
 
 def verify_engine(
@@ -100,7 +100,8 @@ def _changes(graphs: GraphSet, start: Snapshot, now: Snapshot) -> list[Change]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RandomCache:
-    """The part of the KV cache that batches use: blocks 1 to ``num_blocks``."""
+    """The part of the KV cache that batches use: blocks 1 to ``num_blocks``. Batches take turns with its
+    halves, so that none writes over what the one before has in the cache."""
 
     num_blocks: int
     block_size: int
@@ -109,7 +110,7 @@ class _RandomCache:
     @classmethod
     def fill(cls, opened: OpenedEngine, *, seed: int) -> _RandomCache:
         runner = opened.runner
-        own = -(-runner.max_num_batched_tokens // runner.block_size) + runner.max_num_reqs
+        own = -(-runner.max_num_batched_tokens // runner.block_size) + 2 * runner.max_num_reqs
         layers = opened.loaded.model.attention_layers()
         made = cls(
             num_blocks=min(runner.num_blocks - 1, 2 * (own + _CONTEXT_BLOCKS)),
@@ -155,16 +156,17 @@ class _TokenBatches:
         if bucket.uniform:
             per_request = bucket.num_tokens // bucket.num_reqs
             blocks = -(-per_request // self.cache.block_size)
-            most = min(bucket.num_reqs, self.cache.num_blocks // blocks)
+            most = min(bucket.num_reqs, max(1, self.cache.num_blocks // 2 // blocks))
             counts = dict.fromkeys((most, max(1, 2 * most // 3), most // 2 + 1))
             return [BatchDescriptor(n * per_request, n, uniform=True) for n in counts if n <= most]
         found: list[BatchDescriptor] = []
         for tokens in (bucket.num_tokens, max(1, 2 * bucket.num_tokens // 3)):
             fewest = self._fewest_reqs(tokens)
-            most = min(bucket.num_reqs, tokens, max(fewest, self.cache.num_blocks // 4))
+            half = self.cache.num_blocks // 2
+            most = min(bucket.num_reqs, tokens, max(fewest, half // 2))
             for count in (most, fewest):
                 # Every request may leave its last block partly empty.
-                room = (self.cache.num_blocks - count + 1) * self.cache.block_size
+                room = (half - count + 1) * self.cache.block_size
                 found.append(BatchDescriptor(max(count, min(tokens, room)), count))
         return list(dict.fromkeys(found))
 
@@ -217,17 +219,18 @@ class _TokenBatches:
         return even
 
     def _contexts(self, lens: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Tokens that each request has in the cache already, and its blocks: from one half of the cache where
-        they fit, without contexts from all of it."""
+        """Tokens that each request has in the cache already, and its blocks: from one half of the cache, or
+        from all of it where a cache is so small that a batch does not fit."""
         block_size = self.cache.block_size
         own = -(-lens // block_size)
         half = self.cache.num_blocks // 2
-        spare = half - int(own.sum()) - len(lens)  # a context may cross one more block boundary
+        spare = half - int(own.sum())
         contexts = np.zeros_like(lens)
         first, count = 1, self.cache.num_blocks
         if spare >= 0:
             self.half = 1 - self.half
             first, count = 1 + self.half * half, half
+            spare = max(0, spare - len(lens))  # a context may cross one more block boundary
             room = np.minimum(self.runner.max_model_len - lens, spare // len(lens) * block_size)
             contexts = rng.integers(0, room + 1).astype(np.int32)
         free = rng.permutation(np.arange(first, first + count)).astype(np.int32)

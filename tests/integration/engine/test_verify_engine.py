@@ -73,6 +73,15 @@ def test_a_cache_with_few_blocks_is_enough(tmp_path: Path) -> None:
     assert report.is_ok, str(report)
 
 
+def test_many_requests_do_not_write_over_what_another_batch_has_in_the_cache(tmp_path: Path) -> None:
+    """160 requests of some 16 tokens need more blocks than there are tokens for; the small batch around them
+    still reads what it had in the cache."""
+    limits = {"kv_cache_tokens": 16_384, "max_running_requests": 160, "chunked_prefill_size": 2560}
+    opened = open_tiny(tmp_path, **limits, cuda_graph_bs_prefill=[4, 2560], cuda_graph_bs_decode=[1])
+    report = verify_engine(opened, only_few_sizes=True)
+    assert report.is_ok, str(report)
+
+
 def test_weights_rebound_under_the_graphs_are_found(tmp_path: Path) -> None:
     opened = open_tiny(tmp_path)
     for module in opened.loaded.model.modules():

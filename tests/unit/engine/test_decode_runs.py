@@ -111,9 +111,10 @@ EVENTS = st.lists(
     budget=st.sampled_from([2, 5, 40]),
     max_num_reqs=st.integers(1, 8),
     num_ahead=st.integers(0, 1),  # a runner is fed one step ahead at most
+    prompts_first=st.booleans(),
 )
 def test_steps_and_their_arrays_are_those_of_the_long_way(
-    work, events, num_blocks, budget, max_num_reqs, num_ahead
+    work, events, num_blocks, budget, max_num_reqs, num_ahead, prompts_first
 ) -> None:
     """Over admission, preemption, abort, errors, stops and any number of steps in flight."""
     options = {
@@ -125,6 +126,8 @@ def test_steps_and_their_arrays_are_those_of_the_long_way(
     engines = [make_engine(**options), make_engine(long_way=True, **options)]
     builders = [make_builder(engine.runner) for engine in engines]
     sequences: list[list[Any]] = [[], []]
+    for engine in engines:
+        engine.scheduler.prompts_first = prompts_first
 
     def add(num_prompt: int, max_tokens: int) -> None:
         for engine, own in zip(engines, sequences, strict=True):
