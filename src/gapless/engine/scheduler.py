@@ -238,7 +238,8 @@ class Scheduler:
         decodes_wait: bool = False,
     ) -> None:
         """Oldest first: who decodes arrived before whoever still prefills, and whoever gets preempted (the
-        latest) has not been scheduled in this step yet."""
+        latest) has not been scheduled in this step yet. Who was left out of the step before waits for the
+        host to know its last token: the device knows those of one step only."""
         budget = self.max_num_batched_tokens
         block_size = self.allocator.block_size
         position = 0
@@ -247,6 +248,8 @@ class Scheduler:
             position += 1
             num_new = min(_num_left(sequence), budget)
             if num_new <= 0 or (decodes_wait and _num_left(sequence) == 1):
+                continue
+            if sequence.num_pending_tokens and sequence.last_step_id != self._next_step_id - 1:
                 continue
             has_room = sequence.num_computed_tokens + num_new <= len(sequence.block_table) * block_size
             if has_room or self._grow(sequence, num_new):

@@ -2,7 +2,8 @@
 
 ``OverlappedEngine`` hands each batch to an imaginary device at once and takes its tokens ``num_ahead`` steps
 later, as an engine does that runs ahead of its GPU. After each ``schedule`` it checks that no block of a step
-in flight is written to by another sequence, the fault that only fences prevent.
+in flight is written to by another sequence, the fault that only fences prevent, and that what a step reads is
+known to the host or to the device.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class OverlappedEngine:
         ] = {}  # (arrival, generation, position) → drawn token
         self.first_token_step: dict[int, int] = {}
         self.num_dropped = 0
+        self.last_batch: ScheduledBatch | None = None
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:
@@ -81,6 +83,7 @@ class OverlappedEngine:
             return None
         check_batch(batch, self.runner)
         self._check_fences(batch)
+        self._check_unknown_tokens(batch)
         for entry in batch.entries:
             self._write(entry)
         self.in_flight.append((batch, [self._draw(entry) for entry in batch.entries]))
@@ -139,6 +142,16 @@ class OverlappedEngine:
                     assert same or not set(old.block_table) & set(new.block_table[first:]), (
                         f"step {batch.step_id} writes to blocks that step {older.step_id} may still touch"
                     )
+
+    def _check_unknown_tokens(self, batch: ScheduledBatch) -> None:
+        """A device knows the tokens of the step launched last only, the host those of completed steps."""
+        drawn = (
+            {entry.sequence for entry in self.last_batch.entries if entry.samples} if self.last_batch else ()
+        )
+        for entry in batch.entries:
+            is_known = entry.end <= len(entry.sequence.token_ids)
+            assert is_known or entry.sequence in drawn, f"step {batch.step_id} reads a token that nobody has"
+        self.last_batch = batch
 
     def _check_order(self) -> None:
         arrivals = [s.arrival for s in (*self.scheduler.running, *self.scheduler.waiting)]
