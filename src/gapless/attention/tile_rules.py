@@ -169,7 +169,7 @@ def decode_tile(
     # Measured on Hopper. Most GPUs with less shared memory have no early launch, and then there is no gain.
     loads_early = rotates and rows == MIN_TILE_ROWS and head_bytes <= 256
     loads_early &= shared_bytes >= HOPPER_SHARED_BYTES
-    loads_early &= num_programs < 16 * _ENOUGH_PROGRAMS and (group <= _EARLY_GROUP or is_some)
+    loads_early &= num_programs < _MANY_PROGRAMS and (group <= _EARLY_GROUP or is_some)
     if rows > MIN_TILE_ROWS or head_bytes > 256:
         block_n, num_warps, num_stages = _block_n(head_bytes), 4, 3 if head_bytes > 256 else 4
     elif num_programs <= _VERY_FEW_PROGRAMS:
@@ -180,7 +180,7 @@ def decode_tile(
         block_n, num_warps, num_stages = 64, 4, 3 if loads_early else 4
     elif num_programs < 8 * _ENOUGH_PROGRAMS:  # small programs balance best when there are many of them
         block_n, num_warps, num_stages = 32, 2, 3 if loads_early else 4
-    elif num_programs < 16 * _ENOUGH_PROGRAMS:
+    elif num_programs < _MANY_PROGRAMS:
         block_n, num_warps, num_stages = (16, 1, 3) if loads_early else (32, 1, 2)
     else:
         block_n, num_warps, num_stages = 32, 1, 3
@@ -225,6 +225,12 @@ _FEW_ENCODER_ROWS = 2 * 132 * 64
 """Of all heads: what two programs of 64 rows on each multiprocessor of an H200 take at once."""
 _ENOUGH_PROGRAMS = 128
 """About one for each of 132 multiprocessors. More splits only add to the merge."""
+_MANY_PROGRAMS = 16 * _ENOUGH_PROGRAMS
+"""256 requests of 8 heads for keys, more than run at once: one stage more takes 10 % off attention for
+lengths from 148 to 1,044, the longest first (``mixed_lengths`` in ``h200_decode_tiles.json``), and costs 1 %
+of a step of short requests (*lead*). With half as many, all run at once and who has most keys ends last:
+there two warps with 32 keys take a fifth less for such lengths, but 8 % more of a step of short requests
+(*lead*)."""
 _VERY_FEW_PROGRAMS = 8
 """One request of 8 heads for keys. Small programs are quicker there, perhaps because they leave room on their
 multiprocessors for those of the product behind, which begin early: a step took 4.09 ms with tiles of 128

@@ -72,7 +72,7 @@ def _head_tiles(
 
 def default_head_tiles(num_rows: int) -> HeadTiles:
     """By a bucket of rows, from ``h200_head_products.json``: the heads of Qwen3-0.6B (1,024 columns) and
-    Llama-3.1-8B (4,096). Where the rule takes them, a norm and they need 2 to 12 % less than the norm, the
+    Llama-3.1-8B (4,096). Where the rule takes them, a norm and they need 2 to 13 % less than the norm, the
     product and the choice one after the other."""
     if num_rows <= 32:
         return HeadTiles(block_r=32, block_o=64, block_i=128, num_warps=4, num_stages=4)
