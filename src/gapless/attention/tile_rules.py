@@ -105,12 +105,11 @@ def hopper_tile(
     """For the Gluon kernel of Hopper GPUs; None where the Triton kernel is to run. A consumer has 64 rows,
     because that is what a tensor-core product of a warpgroup takes; ``num_warps`` are those of one. Two share
     a program's keys, except where there are too few rows for all multiprocessors: there each is a program of
-    its own. Fewer keys at a time leave less of a prompt's last tile behind the mask, which counts most where
-    a step has many short prompts."""
+    its own. Fewer keys at a time leave less of a prompt's last tile behind the mask, more are quicker."""
     if head_size not in (64, 128) or itemsize != 2 or window or num_tokens < _SHORT_HOPPER_PREFILL:
         return None
     is_few = num_tokens * num_heads <= _FEW_HOPPER_ROWS
-    block_n = 128 if is_few else 64
+    block_n = 128 if is_few or num_tokens >= _LONG_HOPPER_PREFILL else 64
     if page_rows(block_size, block_n) < _MIN_PAGE_ROWS:
         return None
     pack = min(group & -group, HOPPER_CONSUMER_ROWS)
@@ -219,6 +218,9 @@ _FEW_HOPPER_ROWS = 192 * 64
 """Of all heads: up to one and a half programs of one consumer for each of an H200's 132 multiprocessors. One
 consumer beats two at 512 and 768 tokens of 16 heads (1.66 ms against 1.85 and 2.24 against 2.37 of a step of
 28 layers) and is as quick at 1,024 (``h200_prefill_tiles.json``)."""
+_LONG_HOPPER_PREFILL = 3072
+"""At 1,024 and 2,048 tokens 64 keys at a time beat 128 by 2 and 1 %. In a step of 4,096 tokens one prompt
+loses 1 % with them (``first_sweep``) and eight short ones gain 4 % (``many_short_prompts``)."""
 _MIN_PAGE_ROWS = 8
 """The copy engine writes shared memory in patterns of 8 rows."""
 _FEW_ENCODER_ROWS = 2 * 132 * 64

@@ -29,7 +29,7 @@ SHAPE = {
     "window": 0,
 }
 TILES = {"two consumers": (2, 128, 2), "one": (1, 128, 2), "two, few keys": (2, 64, 3)}
-"""Consumers, keys, stages: the latter two are ``hopper_tile``'s."""
+"""Of ``hopper_tile``: consumers, keys, stages."""
 
 
 def compare(
@@ -107,7 +107,7 @@ def test_rings_and_numbers_of_programs(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "name"), [(512, "one"), (1024, "two, few keys"), (4096, "two, few keys")]
+    ("num_tokens", "name"), [(512, "one"), (1024, "two, few keys"), (4096, "two consumers")]
 )
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 128])
